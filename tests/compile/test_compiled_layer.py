@@ -1,18 +1,26 @@
-"""A whole layer under torch.compile(fullgraph=True): the results of eager, and when it compiles again."""
+"""A whole layer under torch.compile(fullgraph=True): the results of eager calls, and when it compiles again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import BSHD, SBHD, THD, Routing, Rows
 from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.config import ConstraintOverrides
+from moe_dispatch.dispatchers import Dispatcher, operators
 from moe_dispatch.layouts import Layout
+from moe_dispatch_testing import HostSyncError, refuse_host_syncs
 from tests.compile.layer import (
+    HIDDEN,
+    NUM_EXPERTS,
+    TOP_K,
     Layer,
     apply_experts,
     dispatcher_for,
@@ -188,3 +196,125 @@ def test_rows_masked_on_the_way_are_counted() -> None:
     layer = Layer(dispatcher_for("local", max_tokens_per_rank=99), torch.float32)
     torch.compile(layer, fullgraph=True, backend="aot_eager")(*tensors(10, 0, torch.float32), Rows(6))
     assert layer.dispatcher.metrics().rows_skipped == {"cut": 0, "masked": 4}
+
+
+MAXIMUM = 12
+
+
+def graph_safe(backend: Any, **fields: Any) -> Dispatcher:
+    return dispatcher_for(backend, graph_safe=True, max_tokens_per_rank=MAXIMUM, **fields)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shapes_do_not_depend_on_the_routing(backend: str) -> None:
+    """Seen by the compiler: the experts' rows have a number for a size, not a symbol."""
+    seen: list[torch.Size] = []
+    layer = Layer(graph_safe(backend), torch.float32)
+
+    def compiler(module: torch.fx.GraphModule, examples: Any) -> Any:
+        sizes = [node.meta["example_value"] for node in module.graph.nodes if "dispatch" in str(node.target)]
+        seen.extend(value.shape for values in sizes for value in values)
+        return module
+
+    torch.compile(layer, fullgraph=True, backend=compiler)(*tensors(6, 0, torch.float32))
+    assert seen
+    assert all(type(size) is int for shape in seen for size in shape)
+    assert seen[0][1] == HIDDEN
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_finite_capacity_drops_alike_and_growing_compiles_again(backend: str) -> None:
+    layer = Layer(graph_safe(backend, capacity_factor=0.5, on_overflow="drop"), torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    inputs = tensors(MAXIMUM, 1, torch.float32)
+    expect_same(compiled, layer, inputs)
+    dropped = step(compiled, layer, inputs)[0]
+    assert layer.dispatcher.grow().overflowed
+    expect_same(compiled, layer, inputs)
+    assert not torch.equal(step(compiled, layer, inputs)[0], dropped)
+    assert graphs() == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operators_do_not_wait_for_the_host(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo does not run under a mode, so the verbs are told to use operators, whose bodies the checker looks into."""
+    monkeypatch.setattr(operators, "is_recorded", lambda lease: True)
+    layer = Layer(graph_safe(backend, pad_multiple=8), torch.float32)
+    x, ids, weights = tensors(7, 0, torch.float32)
+    plan = layer.dispatcher.plan(Rows(num_real=torch.tensor([5])), like=x)
+    with refuse_host_syncs():
+        layer(x, ids, weights, plan).sum().backward()
+    assert x.grad is not None
+
+
+def test_operators_of_an_eager_dispatcher_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "is_recorded", lambda lease: True)
+    layer = Layer(dispatcher_for("local"), torch.float32)
+    with pytest.raises(HostSyncError, match=r"__int__ at .*index\.py"), refuse_host_syncs():
+        layer(*tensors(7, 0, torch.float32))
+
+
+def test_growing_before_a_backward_that_recomputes() -> None:
+    """The recomputation, part of the graph, has the room that was traced."""
+    layer = Layer(graph_safe("alltoall", capacity_factor=0.5, on_overflow="drop"), torch.float32)
+    inputs = tensors(MAXIMUM, 1, torch.float32)
+    wanted = step(layer, layer, inputs)
+
+    def recomputing(*arguments: Any) -> Any:
+        return checkpoint(layer, *arguments, use_reentrant=False)
+
+    compiled = torch.compile(recomputing, fullgraph=True, backend="aot_eager")
+
+    def run(*arguments: Any) -> Tensor:
+        y: Tensor = compiled(*arguments)
+        assert layer.dispatcher.grow().overflowed
+        return y
+
+    for one, other in zip(step(run, layer, inputs), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
+
+
+def _mapped(x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x, and a map and dense probabilities that name the experts of ``ids``, none in the first row; leaves."""
+    del weights
+    ids[:1] = -1
+    routing_map = torch.zeros(len(ids), NUM_EXPERTS + 1, dtype=torch.bool)
+    routing_map.scatter_(1, ids + 1, True)
+    probs = torch.rand(len(ids), NUM_EXPERTS, generator=torch.Generator().manual_seed(len(ids)))
+    return x, routing_map[:, 1:].contiguous(), probs.requires_grad_()
+
+
+class MapLayer(Layer):
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, plan: Any = None) -> Tensor:
+        """``ids`` is the map, ``weights`` the dense probabilities."""
+        routing = Routing.from_map(ids, weights, top_k=TOP_K)
+        return super().forward(x, routing.topk_ids, routing.topk_weights, plan)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("backend", ["local", "alltoall"])
+def test_from_map_in_a_compiled_layer(backend: str, planned: bool) -> None:
+    layer = MapLayer(dispatcher_for(backend, pad_multiple=4), torch.float32)
+    inputs = _mapped(*tensors(10, 0, torch.float32))
+    assert inputs[1].sum(1).unique().tolist() == [0, 1, 2], "rows with fewer slots than top_k"
+    expect_same(compiled(layer), layer, inputs, layer.dispatcher.plan(like=inputs[0]) if planned else None)
+
+
+def test_other_routings_and_row_counts_compile_nothing_again() -> None:
+    layer = MapLayer(dispatcher_for("alltoall"), torch.float32)
+    run = compiled(layer, dynamic=True)
+    expect_same(run, layer, _mapped(*tensors(10, 0, torch.float32)))
+    with no_recompilation():
+        for turn, rows in enumerate((7, 12, 10)):
+            expect_same(run, layer, _mapped(*tensors(rows, turn, torch.float32)))
+
+
+def test_a_map_that_cannot_fit_is_refused_while_it_is_traced() -> None:
+    _, routing_map, probs = (tensor.detach() for tensor in _mapped(*tensors(10, 0, torch.float32)))
+    for given, text in (((routing_map.int(), probs), "must be bool"), ((routing_map, probs[:5]), "the same shape")):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=text):
+            compiled(lambda *given: Routing.from_map(*given, top_k=TOP_K).topk_ids)(*given)

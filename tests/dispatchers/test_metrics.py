@@ -1,16 +1,18 @@
-"""Metrics count what really happened: tokens, padding by cause, collectives and bytes; profiles show ranges."""
+"""Metrics and collectives are those that really happened: tokens, padding by cause, bytes, host syncs; profiles."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
-from moe_dispatch import THD, Dispatcher, Routing, build_dispatcher
+from moe_dispatch import THD, Dispatcher, Plan, Routing, Rows, build_dispatcher
 from moe_dispatch.dispatchers import Metrics
 from moe_dispatch.layouts import base
-from moe_dispatch_testing import count_collectives
+from moe_dispatch_testing import HostRead, count_collectives, count_host_syncs
 from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
 
 IDS = [torch.tensor([[0, 1], [0, 5], [0, -1]]), torch.tensor([[0, 4], [7, 6], [7, -1], [-1, -1], [0, 7]])]
@@ -93,3 +95,49 @@ def test_profiles_show_each_verb_and_its_backward(backend: str) -> None:
     shown = Counter(event.name for event in profile.events() if event.name.startswith("moe_dispatch::"))
     verbs = ("dispatch", "combine", "combine.backward", "dispatch.backward")
     assert shown == dict.fromkeys((f"moe_dispatch::{verb}" for verb in verbs), 1)
+
+
+LAYERS, ROWS = 4, 5
+POLICIES = ("agree", "check", "assume", "static")
+
+ALLTOALL = {"alltoall_base": 5 * LAYERS}  # counts, rows, and back; backwards of both
+ALLGATHER = {"allgather_base": 2 * LAYERS, "reduce_scatter_base": 2 * LAYERS}
+
+# backend, policy, with a plan -> collectives and host syncs per rank of one step
+TABLE: list[tuple[str, str, bool, dict[str, int], int]] = [
+    *(("alltoall", policy, planned, ALLTOALL, LAYERS) for policy in POLICIES for planned in (True, False)),
+    *(("allgather", policy, planned, ALLGATHER, LAYERS) for policy in POLICIES[2:] for planned in (True, False)),
+    *(("allgather", policy, True, {**ALLGATHER, "allreduce": 1}, LAYERS + 1) for policy in POLICIES[:2]),
+    *(("allgather", policy, False, {**ALLGATHER, "allreduce": LAYERS}, LAYERS) for policy in POLICIES[:2]),
+]
+
+
+def _step_of_layers(layers: list[Any], x: torch.Tensor, plan: Plan | None) -> None:
+    way = random_routing(ROWS, top_k=1)
+    for layer in layers:
+        sent = layer.dispatch(x, way, plan)
+        x = layer.combine(sent.rows, sent)
+    x.sum().backward()
+
+
+@pytest.mark.parametrize(("backend", "policy", "planned", "collectives", "syncs"), TABLE)
+def test_a_step_of_four_layers(
+    backend: str, policy: str, planned: bool, collectives: dict[str, int], syncs: int
+) -> None:
+    config = small_config(backend, row_counts=policy, max_tokens_per_rank=8, top_k=1)
+
+    def body(group: Group) -> tuple[Counter[str], int]:
+        layers = [build_dispatcher(config, group) for _ in range(LAYERS)]
+        x = random_rows(ROWS).requires_grad_()
+        before = _reads_here(reads)
+        with count_collectives() as seen:
+            _step_of_layers(layers, x, layers[0].plan(Rows(), like=x) if planned else None)
+        return seen.counts, _reads_here(reads) - before
+
+    with count_host_syncs() as reads:
+        assert on_ranks(body, 2) == [(Counter(collectives), syncs)] * 2
+
+
+def _reads_here(reads: list[HostRead]) -> int:
+    """By this rank."""
+    return sum(read.thread == threading.current_thread().name for read in reads)

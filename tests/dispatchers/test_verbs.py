@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any, assert_type
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_dispatch import BSHD, Dispatched, Routing, Rows, build_dispatcher
+from moe_dispatch import BSHD, Dispatched, Dispatcher, Routing, Rows, build_dispatcher
 from moe_dispatch.types import InFlight
 from moe_dispatch_testing.ranks import run_ranks
 from tests.dispatchers.layer import (
     BACKENDS,
     HIDDEN,
+    NUM_EXPERTS,
     Group,
     apply_experts,
     expert_weights,
@@ -256,3 +258,38 @@ def test_rows_of_experts_are_kept_only_for_a_gradient_of_the_weights() -> None:
         return found
 
     assert on_ranks(body, 2) == [[0, 1]] * 2
+
+
+class MoE(Dispatcher):
+    def __init__(self) -> None:
+        super().__init__(small_config("local"))
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(NUM_EXPERTS))
+
+    def run_experts(self, sent: Dispatched) -> Tensor:
+        return sent.per_expert(self.experts)
+
+
+def of_submodules(moe: MoE, x: Tensor) -> Tensor:
+    routing, y = random_routing(len(x)), torch.zeros_like(x)
+    for slot in range(routing.topk_ids.shape[1]):
+        for row, (index, weight) in enumerate(
+            zip(routing.topk_ids[:, slot].tolist(), routing.topk_weights[:, slot], strict=True)
+        ):
+            y[row] += weight * moe.experts[index](x[row])
+    return y
+
+
+def test_experts_is_a_submodule_with_the_usual_keys() -> None:
+    moe, other = MoE(), MoE()
+    assert isinstance(moe.experts, nn.ModuleList)
+    assert list(moe.state_dict())[:2] == ["experts.0.weight", "experts.0.bias"]
+    other.load_state_dict(moe.state_dict())
+    x = random_rows(6)
+    for layer in (moe, other, copy.deepcopy(moe)):
+        torch.testing.assert_close(layer(x, random_routing(6)), of_submodules(moe, x))
+
+
+def test_experts_as_a_submodule_compiles() -> None:
+    moe, x = MoE(), random_rows(6)
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, random_routing(6)), of_submodules(moe, x))

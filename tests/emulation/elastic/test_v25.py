@@ -1,4 +1,4 @@
-"""deep_ep.EPBuffer of V2.5: its differences from ElasticBuffer of v2."""
+"""deep_ep.EPBuffer of V2.5: its differences from ElasticBuffer of v2, and copies of experts on other ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from moe_dispatch_testing.emulation import emulated_deep_ep
+from moe_dispatch_testing.emulation import EmulatedAbort, EmulatedHang, emulated_deep_ep
 from tests.emulation.elastic_case import COUNTS, dispatched, open_buffer
 from tests.emulation.tokens import Call, Tokens, call_on_two_ranks, make_tokens, run_ranks
 
@@ -128,3 +129,155 @@ def test_sums_do_not_follow_the_default_dtype(release: str) -> None:
         torch.set_default_dtype(before)
     sent = (tokens.topk_idx >= 0).any(1)
     assert (y[sent] == 260).all()
+
+
+SLOTS, OWN = 3, 2
+UNTOUCHED = 7.0
+
+
+def mapping_of(size: int) -> Tensor:
+    """For each rank an empty slot, an expert of the next rank, and expert 0 (on rank 0: the last one, or none)."""
+    experts = size * OWN
+    rows = [[-1, (rank * OWN + OWN + 1) % experts, 0 if rank else experts - 1] for rank in range(size)]
+    return torch.tensor(rows if size > 1 else [[-1] * SLOTS], dtype=torch.int32)
+
+
+def expert(number: int, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.arange(width).remainder(5).add(10 * number).to(dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_weights_are_in_their_slots_after_the_wait(size: int) -> None:
+    mapping = mapping_of(size)
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank, plan = group.rank(), deep_ep.BufferAllocator()
+        slots = [plan.allocate((SLOTS, 16), torch.bfloat16), plan.allocate((SLOTS, 2, 4), torch.float32)]
+        assert all(slot.is_meta for slot in slots)
+        buffer = open_buffer(group, RELEASE, lb_allocation_plan_or_num_bytes=plan)
+        assert (plan.materialized, buffer.num_lb_bytes) == (True, 2 * deep_ep.get_num_allocation_alignment())
+        own = [
+            torch.stack([expert(rank * OWN + index, width, dtype) for index in range(OWN)])
+            for width, dtype in ((16, torch.bfloat16), (8, torch.float32))
+        ]
+        for slot in slots:
+            slot.fill_(UNTOUCHED)
+        event = buffer.lb_prefetch_weights(slots, own, mapping)
+        assert all((slot == UNTOUCHED).all() for slot in slots)
+        event.wait()
+        for slot in slots:
+            for found, number in zip(slot.flatten(1), mapping[rank].tolist(), strict=True):
+                wanted = expert(number, len(found), slot.dtype) if number >= 0 else torch.full_like(found, UNTOUCHED)
+                assert torch.equal(found, wanted)
+
+    run_ranks(body, size)
+
+
+def reduced(group: dist.ProcessGroup, mapping: Tensor, slots: Tensor, own: Tensor, calls: int = 1) -> list[Tensor]:
+    plan = deep_ep.BufferAllocator()
+    region = plan.allocate(slots.shape, torch.float32)
+    buffer, results = open_buffer(group, RELEASE, lb_allocation_plan_or_num_bytes=plan), []
+    region.copy_(slots)
+    for _ in range(calls):
+        results.append(own.clone())
+        buffer.lb_reduce_grads(region, results[-1], mapping).wait()
+    assert torch.equal(region, slots)
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_gradients_are_added_to_those_at_home(size: int) -> None:
+    mapping, width = mapping_of(size), 8
+
+    def grads(rank: int) -> Tensor:
+        return torch.arange(SLOTS * width).view(SLOTS, width).add(100 * rank).float()
+
+    def body(group: dist.ProcessGroup) -> None:
+        wanted = torch.full((size * OWN, width), 1000.0)
+        for rank, of_rank in enumerate(mapping.tolist()):
+            for slot, number in enumerate(of_rank):
+                if number >= 0:
+                    wanted[number] += grads(rank)[slot]
+        own = torch.full((OWN, width), 1000.0)
+        (found,) = reduced(group, mapping, grads(group.rank()), own)
+        assert torch.equal(found, wanted.chunk(size)[group.rank()])
+
+    run_ranks(body, size)
+
+
+def test_the_order_of_a_sum_is_not_defined() -> None:
+    """2**24 + 1 + 1 in float32 is 2**24 or 2**24 + 2, as they come."""
+    mapping = torch.tensor([[-1], [0], [0], [0]], dtype=torch.int32)
+
+    def body(group: dist.ProcessGroup) -> set[float]:
+        mine = torch.full((1, 8), 2.0**24 if group.rank() == 1 else 1.0)
+        return {float(one[0, 0]) for one in reduced(group, mapping, mine, torch.zeros(1, 8), calls=20)}
+
+    assert run_ranks(body, 4)[0] == {2.0**24, 2.0**24 + 2}
+
+
+def changed(mapping: Tensor, value: int) -> Tensor:
+    mapping = mapping.clone()
+    mapping[1, 0] = value
+    return mapping
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str, type[Exception]]] = {
+    "int64": ({"mapping": mapping_of(2).long()}, r"must be contiguous int32 \(P, S\), got torch\.int64", RuntimeError),
+    "rows": ({"mapping": mapping_of(4)}, "the mapping must have 2 rows, got 4", RuntimeError),
+    "slots": ({"mapping": mapping_of(2)[:, :2].contiguous()}, "must have 2 slots and 2 experts, got 3", RuntimeError),
+    "bytes": ({"own": torch.ones(OWN, 7)}, "equal bytes, a multiple of 32, got 28", RuntimeError),
+    "strides": ({"own": torch.ones(8, OWN).t()}, "must be contiguous", RuntimeError),
+    "outside": ({"slots": torch.ones(SLOTS, 8)}, "must lie in the region", EmulatedAbort),
+    "own expert": ({"mapping": changed(mapping_of(2), 3)}, "own experts must not be in its redundant", EmulatedAbort),
+    "no expert": ({"mapping": changed(mapping_of(2), 4)}, "experts below 4, or -1, got -1 to 4", EmulatedAbort),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("method", ["lb_prefetch_weights", "lb_reduce_grads"])
+def test_arguments_that_the_kernels_cannot_take(method: str, name: str) -> None:
+    given, told, kind = ARGUMENTS[name]
+
+    def body(group: dist.ProcessGroup) -> None:
+        plan = deep_ep.BufferAllocator()
+        slots = plan.allocate((SLOTS, 8), torch.float32)
+        buffer = open_buffer(group, RELEASE, lb_allocation_plan_or_num_bytes=plan)
+        arguments = {"slots": slots, "own": torch.ones(OWN, 8), "mapping": mapping_of(2), **given}
+        with pytest.raises(kind, match=told):
+            getattr(buffer, method)(*arguments.values())
+
+    run_ranks(body, 2)
+
+
+def test_numbers_and_dtypes_of_tensors() -> None:
+    buffer, mapping = open_buffer(None, RELEASE), torch.full((1, 0), -1, dtype=torch.int32)
+    slots, own = torch.ones(0, 8), torch.ones(OWN, 8)
+    for count in (0, 17):
+        with pytest.raises(RuntimeError, match=f"must be 1 to 16 pairs of tensors, got {count} and {count}"):
+            buffer.lb_prefetch_weights([slots] * count, [own] * count, mapping)
+    with pytest.raises(RuntimeError, match=r"must be float32 and 2-D, got torch\.bfloat16"):
+        buffer.lb_reduce_grads(slots, own.bfloat16(), mapping)
+
+
+def test_ranks_with_other_mappings_are_refused() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        buffer = open_buffer(group, RELEASE, lb_allocation_plan_or_num_bytes=2**21)
+        slots = buffer.runtime.lb_storage[: SLOTS * 32].view(torch.float32).view(SLOTS, 8)
+        mapping = mapping_of(2) if group.rank() else torch.full((2, SLOTS), -1, dtype=torch.int32)
+        with pytest.raises(EmulatedHang, match="every rank must pass the same redundancy_mapping"):
+            buffer.lb_prefetch_weights(slots, torch.ones(OWN, 8), mapping)
+
+    run_ranks(body, 2)
+
+
+def test_memory_of_copies_has_whole_blocks_and_a_plan_serves_once() -> None:
+    with pytest.raises(RuntimeError, match="num_lb_bytes must be a multiple of 2097152, got 64"):
+        open_buffer(None, RELEASE, lb_allocation_plan_or_num_bytes=64)
+    plan = deep_ep.BufferAllocator()
+    plan.allocate((1, 8), torch.float32)
+    open_buffer(None, RELEASE, lb_allocation_plan_or_num_bytes=plan)
+    with pytest.raises(AssertionError):
+        open_buffer(None, RELEASE, lb_allocation_plan_or_num_bytes=plan)
+    with pytest.raises(AssertionError, match="cannot be changed"):
+        plan.allocate((1, 8), torch.float32)

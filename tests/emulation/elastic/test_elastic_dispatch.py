@@ -1,4 +1,4 @@
-"""deep_ep.ElasticBuffer of v2, expanded: a row for each (token, expert), by expert."""
+"""deep_ep.ElasticBuffer of v2: what dispatch and combine give, compact and expanded, against the data of all ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,164 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.emulation.elastic_case import CAPACITY, COUNTS, added, dispatched, expert_rows, open_buffer, ranks_of
-from tests.emulation.tokens import HIDDEN, NUM_EXPERTS, TOP_K, make_tokens, run_ranks
+from tests.emulation.elastic_case import (
+    CAPACITY,
+    COUNTS,
+    added,
+    dispatched,
+    expert_rows,
+    found_sources,
+    open_buffer,
+    ranks_of,
+    sources,
+)
+from tests.emulation.tokens import (
+    HIDDEN,
+    NUM_EXPERTS,
+    TOP_K,
+    expected_rows,
+    local,
+    make_tokens,
+    rows_per_expert,
+    run_ranks,
+)
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 4])
+
+
+@SIZES
+def test_rows_come_by_source_rank_and_by_chance_within_it(size: int) -> None:
+    everyone = make_tokens(COUNTS[size])
+
+    def body(group: dist.ProcessGroup) -> bool:
+        rank = group.rank()
+        x, ids, weights, handle, _ = dispatched(open_buffer(group), everyone[rank], expert_alignment=4)
+        found = found_sources(handle, len(x))
+        assert sorted(found) == sources(everyone, rank)
+        assert [peer for peer, _ in found] == sorted(peer for peer, _ in found)
+        for row, (peer, token) in enumerate(found):
+            sent = everyone[peer]
+            assert torch.equal(x[row], sent.x[token])
+            assert torch.equal(ids[row], local(sent.topk_idx, rank, size)[token])
+            # Also the weights of choices that lead to other ranks.
+            assert torch.equal(weights[row], sent.topk_weights[token])
+        aligned = [-(-rows // 4) * 4 for rows in rows_per_expert(everyone, rank)]
+        assert handle.num_recv_tokens_per_expert_list == aligned
+        assert handle.psum_num_recv_tokens_per_expert.tolist() == torch.tensor(aligned).cumsum(0).tolist()
+        assert handle.num_unaligned_recv_tokens_per_expert.tolist() == rows_per_expert(everyone, rank)
+        assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == [
+            sum(peer <= last for peer, _ in found) for last in range(size)
+        ]
+        assert (handle.num_recv_tokens, handle.num_expanded_tokens) == (len(x), sum(aligned))
+        return found != sources(everyone, rank)
+
+    assert any(run_ranks(body, size))
+
+
+@SIZES
+def test_deterministic_rows_come_by_source_rank_and_token(size: int) -> None:
+    everyone = make_tokens(COUNTS[size])
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        buffer = open_buffer(group, deterministic=True)
+        for options in ({}, {"do_cpu_sync": False}):
+            x, ids, _, handle, _ = dispatched(buffer, everyone[rank], **options)
+            expected_x, expected_ids, _ = expected_rows(everyone, rank)
+            rows = len(expected_x)
+            assert torch.equal(x[:rows], expected_x)
+            assert torch.equal(ids[:rows], expected_ids)
+            assert found_sources(handle, rows) == sources(everyone, rank)
+            again, *_ = buffer.dispatch(everyone[rank].x, handle=handle, num_sms=handle.num_sms)
+            assert torch.equal(again[:rows], expected_x)
+            assert found_sources(handle, rows) == sources(everyone, rank)
+
+    run_ranks(body, size)
+
+
+def test_deterministic_and_asynchronous_rows_are_sorted_by_the_wait() -> None:
+    everyone = make_tokens(COUNTS[4])
+
+    def body(group: dist.ProcessGroup) -> bool:
+        rank = group.rank()
+        buffer = open_buffer(group, deterministic=True)
+        x, *_, event = dispatched(buffer, everyone[rank], async_with_compute_stream=True)
+        expected = expected_rows(everyone, rank)[0]
+        was_sorted = torch.equal(x, expected)
+        event.current_stream_wait()
+        assert torch.equal(x, expected)
+        return was_sorted
+
+    assert not all(run_ranks(body, 4))
+
+
+@SIZES
+def test_cached_dispatch_sends_other_rows_to_the_same_places(size: int) -> None:
+    everyone, others = make_tokens(COUNTS[size]), make_tokens(COUNTS[size], seed=1)
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        buffer = open_buffer(group)
+        _, ids, _, handle, _ = dispatched(buffer, everyone[rank])
+        x, again, weights, same, _ = buffer.dispatch(others[rank].x, handle=handle, num_sms=handle.num_sms)
+        assert same is handle
+        assert weights is None
+        assert torch.equal(again, ids)
+        for row, (peer, token) in enumerate(found_sources(handle, len(x))):
+            assert torch.equal(x[row], others[peer].x[token])
+
+    run_ranks(body, size)
+
+
+@SIZES
+def test_combine_sums_two_rows_in_bfloat16_and_more_in_float32(size: int) -> None:
+    """Of choices that lead to the same rank, the weight of each comes back as that rank gave it, not summed."""
+    everyone = make_tokens(COUNTS[size])
+    outputs = [[torch.randn(HIDDEN).bfloat16() for _ in sources(everyone, rank)] for rank in range(size)]
+    places = [{source: row for row, source in enumerate(sources(everyone, rank))} for rank in range(size)]
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        tokens = everyone[rank]
+        buffer = open_buffer(group, deterministic=True)
+        x, _, _, handle, _ = dispatched(buffer, tokens)
+        output = torch.stack(outputs[rank]) if outputs[rank] else x
+        sent_weights = torch.arange(len(x) * TOP_K).view(-1, TOP_K) + 1000.0 * rank
+        y, weights, _ = buffer.combine(output, handle, sent_weights)
+        assert y.dtype == torch.bfloat16
+        for token in range(len(tokens.x)):
+            rows = [outputs[peer][places[peer][rank, token]] for peer in ranks_of(tokens, token, size)]
+            assert torch.equal(y[token], added(rows))
+            for choice, expert in enumerate(tokens.topk_idx[token].tolist()):
+                peer = expert // (NUM_EXPERTS // size)
+                given = 1000.0 * peer + places[peer][rank, token] * TOP_K + choice if expert >= 0 else 0.0
+                assert weights[token, choice] == given
+
+    run_ranks(body, size)
+
+
+@SIZES
+def test_without_a_cpu_sync_the_tail_is_not_written(size: int) -> None:
+    """Not even the ids, unlike in v1: only ``psum_num_recv_tokens_per_scaleup_rank`` tells the rows."""
+    everyone = make_tokens(COUNTS[size])
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        buffer = open_buffer(group, deterministic=True)
+        x, ids, weights, handle, _ = dispatched(buffer, everyone[rank], do_cpu_sync=False)
+        rows = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+        assert torch.equal(x[:rows], expected_rows(everyone, rank)[0])
+        assert x.shape[0] == ids.shape[0] == weights.shape[0] == handle.num_recv_tokens == CAPACITY * size
+        assert x[rows:].isnan().all()
+        assert weights[rows:].isnan().all()
+        assert (ids[rows:] == torch.iinfo(torch.int64).min).all()
+        assert handle.num_recv_tokens_per_expert_list == []
+        y, _, _ = buffer.combine(x, handle)
+        assert not y.isnan().any()
+
+    run_ranks(body, size)
+
+
 ALIGNMENT = 4
 
 
