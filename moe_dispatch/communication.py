@@ -306,12 +306,14 @@ def raise_alike(
     try:
         number = digest(facts or {})
         # max(number) equals -max(-number), which is min(number), only if all ranks have the same number.
-        told = [int(problem is not None), number, -number, *values]
-        found = control.max_and_sum(told, sums, label=label) if sums else control.max(told, label=label)
+        numbers = [int(problem is not None), number, -number, *values]
+        found = control.max_and_sum(numbers, sums, label=label) if sums else control.max(numbers, label=label)
         refused, high, low, *highest = found
         if not refused and high == -low:
             return highest
-        texts = control.gather_json([_plain(facts), None if problem is None else _text(problem)], label=label)
+        mine = [_plain(facts), None if problem is None else _text(problem)]
+        everyone = enumerate(control.gather_json(mine, label=label))
+        texts = {rank: told for rank, told in everyone if told is not None}  # None: done in the block of join
     except Exception as failure:  # the peers are in another collective; this rank's own error matters more
         if problem is None:
             raise
@@ -321,8 +323,8 @@ def raise_alike(
             problem.add_note(f"The other ranks were not told: {unheard}")
         raise problem
     if not refused:
-        _refuse_difference([of_rank or {} for of_rank, _ in texts], of_call=of_call)
-    refusals = (f"rank {rank} refused: {text}" for rank, (_, text) in enumerate(texts) if text is not None)
+        _refuse_difference({rank: of_rank or {} for rank, (of_rank, _) in texts.items()}, of_call=of_call)
+    refusals = (f"rank {rank} refused: {text}" for rank, (_, text) in texts.items() if text is not None)
     raise PeerError("; ".join(refusals) + " [MD08]")
 
 
@@ -353,20 +355,21 @@ def _text(problem: Exception) -> str:
     return f"{type(problem).__name__}: {str(problem) or 'no text'}"
 
 
-def _refuse_difference(facts: Sequence[Mapping[str, Any]], *, of_call: bool) -> None:
-    """Raise an error for the first fact that differs.
+def _refuse_difference(facts: Mapping[int, Mapping[str, Any]], *, of_call: bool) -> None:
+    """Raise an error for the first fact that differs between ranks.
 
     A fact may be missing on a rank with another version of the library.
     """
     way_out = "Make the same call on every rank."
     if not of_call:
         way_out = "Give every rank the same config, library and environment. [MD03]"
-    for name in dict.fromkeys(name for of_rank in facts for name in of_rank):
-        values = [repr(of_rank[name]) if name in of_rank else "nothing" for of_rank in facts]
-        texts = [canonical_json(of_rank[name]) if name in of_rank else "nothing" for of_rank in facts]
-        for rank, value in enumerate(values):
-            if texts[rank] != texts[0]:
-                text = f"Ranks disagree on {name}: rank 0 has {values[0]}, rank {rank} has {value}. {way_out}"
+    first = min(facts)
+    for name in dict.fromkeys(name for of_rank in facts.values() for name in of_rank):
+        values = {rank: repr(of_rank[name]) if name in of_rank else "nothing" for rank, of_rank in facts.items()}
+        texts = {rank: canonical_json(told[name]) if name in told else "nothing" for rank, told in facts.items()}
+        for rank, value in values.items():
+            if texts[rank] != texts[first]:
+                text = f"Ranks disagree on {name}: rank {first} has {values[first]}, rank {rank} has {value}. {way_out}"
                 raise InputError(text) if of_call else ConfigError(text)
 
 

@@ -61,8 +61,9 @@ def join(layers: Iterable[Dispatcher] | Mapping[Dispatcher, Experts]) -> Iterato
             at the dispatch.
 
     Raises:
-        ConfigError: The block is inside of another join; or the layers are incomplete or of several groups; or a config
-            has ``graph_safe`` or expert slots. Raised on every rank that does not raise another error.
+        ConfigError: A layer is no dispatcher; or the block is inside of another join; or the layers are incomplete or
+            of several groups; or a config has ``graph_safe`` or expert slots. Raised on every rank that does not raise
+            another error; what is no dispatcher, only where it is passed.
         InputError: The layers or their order differ between ranks, or two ranks make different calls in the block.
             Raised on every rank.
         StateError: A dispatcher is closed; or a call in the block is compiled, sends rows ``again``, differentiates one
@@ -78,8 +79,14 @@ def join(layers: Iterable[Dispatcher] | Mapping[Dispatcher, Experts]) -> Iterato
     """
     if getattr(_of_thread, "is_joined", False):  # other ranks may be done, so the outer join tells them
         raise ConfigError("join: this block is inside of another join. Pass all layers to one join.")
-    given = layers if isinstance(layers, Mapping) else {layer: layer.run_experts for layer in layers}
-    session = _Session(given)
+    listed = [*layers] if isinstance(layers, Iterable) else [layers]
+    for layer in listed:
+        if not (isinstance(layers, Iterable) and isinstance(layer, Dispatcher)):
+            raise ConfigError(
+                f"join: layers must be dispatchers, in a list or as the keys of a mapping, got {type(layer).__name__}"
+                f"{'' if isinstance(layers, Iterable) else ' alone'}. Pass join([dispatcher, ...])."
+            )
+    session = _Session(layers if isinstance(layers, Mapping) else {layer: layer.run_experts for layer in listed})
     try:
         yield
         while session.answer():
@@ -444,10 +451,9 @@ class _Control:
             return self._inner.max_and_sum(values, sums, label=label)
 
     def gather_json(self, value: Any, *, label: str) -> list[Any]:
-        """Exchange texts of a refused call. A rank that is done agrees with this rank."""
+        """Exchange texts of a refused call. A rank that is done has None."""
         with self._announced(label, _TEXTS):
-            everyone = self._inner.gather_json(value, label=label)
-        return [[value[0], None] if each is None else each for each in everyone]
+            return self._inner.gather_json(value, label=label)
 
 
 @final

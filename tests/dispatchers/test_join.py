@@ -507,7 +507,9 @@ def test_ranks_that_differ_in_grad_mode() -> None:
     for backend in ("alltoall", "allgather"):
         done, *others = outcomes(partial(body, backend=backend), 4)
         raises_everywhere([done], PeerError, "join: two ranks make different calls. Their errors say which")
-        raises_everywhere(others, InputError, "Ranks disagree on grad mode")
+        raises_everywhere(
+            others, InputError, "Ranks disagree on grad mode: rank 1 has 'enabled', rank 2 has 'disabled'"
+        )
 
 
 def test_outputs_that_do_not_fit_are_told() -> None:
@@ -628,6 +630,15 @@ def test_a_join_inside_of_another_on_one_rank(nesting: int) -> None:
     results = outcomes(body, 4)
     raises_everywhere([results.pop(nesting)], ConfigError, "join: this block is inside of another join")
     raises_everywhere(results, LostPeerError, "join: another rank has failed in the block")
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_is_no_list_of_dispatchers_is_refused(alone: bool) -> None:
+    given = Layer(0, None, hidden=16, backend="local") if alone else [torch.nn.Linear(1, 1)]
+    told = "Layer alone" if alone else "Linear"
+    text = rf"^join: layers must be dispatchers, .*, got {told}\. Pass join\(\["
+    with pytest.raises(ConfigError, match=text), join(cast(Any, given)):
+        raise AssertionError("entered")
 
 
 def test_layers_without_experts_are_refused() -> None:
