@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from moe_dispatch_testing import SCENARIOS, kit
+from moe_dispatch_tools.names import parse_backend
 from tests.cli.conftest import Command
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,18 @@ def test_output_on_the_page(arguments: str, output: str, command: Command, monke
     assert answer.status == 0
     pattern = ".*".join(re.escape(without_numbers(part)) for part in output.split("[...]"))
     assert re.fullmatch(pattern, without_numbers(answer.out)), without_numbers(answer.out)
+
+
+def test_numbers_of_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``check`` runs few scenarios above, so its numbers are counted here."""
+    monkeypatch.syspath_prepend(ROOT / "examples" / "own_backend")
+    arguments, output = next(shown for shown in SHOWN if shown[0].startswith("check"))
+    ring = parse_backend(arguments.split()[1]).load().name
+    scenarios: dict[str, set[str]] = defaultdict(set)
+    for excuse in kit.excuses(ring):
+        scenarios[excuse.reason].add(excuse.scenario)
+    counted = [*map(len, scenarios.values()), len(list(kit.backend_cases(ring)))]
+    assert [int(number) for number in re.findall(r"(\d+) (?:scenarios|cases)", output)] == counted
 
 
 def test_page_shows_every_command() -> None:
