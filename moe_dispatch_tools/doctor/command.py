@@ -13,7 +13,7 @@ from moe_dispatch.backends.base import listed_sizes
 from moe_dispatch.backends.registry import probe_backend
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import shape_of
-from moe_dispatch.errors import MoEDispatchError
+from moe_dispatch.errors import ConfigError, MoEDispatchError
 from moe_dispatch.permutation import known_permutations, probe_permutation
 from moe_dispatch_tools import console
 from moe_dispatch_tools.doctor.self_tests import Testee, run_self_tests
@@ -56,8 +56,13 @@ def run(config: DispatcherConfig, *, backend: str | None, emulated: bool, ranks:
         The exit status: 0 if the named backend works or, without a name, if no self-test fails. Otherwise 1.
 
     Raises:
-        ConfigError: The backend does not exist.
+        ConfigError: The backend does not exist, or has options.
     """
+    if backend and "+" in backend:
+        raise ConfigError(
+            f"--backend of doctor must be a name without options, got {backend!r}. Write --backend "
+            f"{backend.partition('+')[0]}, or run moe-dispatch check {backend}."
+        )
     ranks, names = num_ranks(ranks), [backend] if backend else known_backends()
     for name in names:
         if name not in known_backends():

@@ -183,6 +183,14 @@ def test_unknown_backend_is_an_error_with_a_hint(command: Command) -> None:
     assert answer.error.endswith("Did you mean 'alltoall'? [MD01]\n")
 
 
+def test_backend_with_options_is_an_error_with_the_way_out(command: Command) -> None:
+    answer = command("doctor", "--backend", "alltoall+reduction=exact")
+    assert answer.status == 2
+    assert (
+        "must be a name without options, got 'alltoall+reduction=exact'. Write --backend alltoall, or" in answer.error
+    )
+
+
 def test_topology_is_that_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_tests, "on_ranks", on_threads)
     hosts = iter(["a", "a", "b", "b"])
