@@ -45,6 +45,7 @@ PUBLIC = {
         experimental="PROTOCOL BackendOptions Backend Route BackendContext Constraints MoEShape Sizes Arrived "
         "Communicator Usable Rejected Volume SentBytes",
     ),
+    "moe_dispatch.backends.rank_major": _names(experimental="RankMajorRoute arrive"),
     "moe_dispatch.types": _names(experimental="InFlight QuantisedRows"),
     "moe_dispatch.config": _names(experimental="ConstraintOverrides"),
     "moe_dispatch.quantised": _names(

@@ -20,6 +20,8 @@ from moe_dispatch._quantisation import Quantised, widen, widened_gradient
 from moe_dispatch.backends.base import Arrived, BackendContext, Route, WireDtype
 from moe_dispatch.permutation import Permutation, SlotIndex
 
+__all__ = ["RankMajorRoute", "arrive"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankMajorRoute(Route):
