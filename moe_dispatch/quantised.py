@@ -310,7 +310,8 @@ def quantised_gradient(sent: Dispatched, gradient: Tensor) -> Dispatched | None:
     Returns:
         ``sent`` with the gradient in place of the rows, for the other functions of this module. None if ``gradient`` is
         not what ``combine`` sent back: if the config does not ask for it, the dispatch was compiled, or there is
-        something between the GEMM and ``combine``, such as a multiplication by the weights or a second use.
+        something between the GEMM and ``combine``, such as a multiplication by the weights or a second use. A change
+        of ``gradient.data`` in place, as by ``gradient.data.mul_()``, is not noticed: the old rows are returned.
     """
     found = quantised_form(gradient)
     if sent.quantised is None or found is None:
