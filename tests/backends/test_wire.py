@@ -97,11 +97,6 @@ def test_a_column_with_a_stride_is_encoded(count: int, strides: tuple[int, int])
     assert torch.equal(form.read(form.encode(rows)), rows)
 
 
-def test_a_packet_costs_six_bytes_a_slot() -> None:
-    form = packet_format(row_format(torch.bfloat16, 1024), 8, torch.float32, id_dtype_for(64))
-    assert form.stride == 2048 + 6 * 8
-
-
 @pytest.mark.parametrize(("experts", "dtype"), [(8, torch.int16), (16_000, torch.int16), (40_000, torch.int32)])
 def test_ids_travel_in_the_narrowest_dtype(experts: int, dtype: torch.dtype) -> None:
     assert id_dtype_for(experts) == dtype

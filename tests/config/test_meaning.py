@@ -86,17 +86,5 @@ def test_a_copy_is_validated_and_has_a_digest_of_its_own() -> None:
     assert copied.canonical["top_k"] == 3
     assert (config.digest, config.canonical, config.backend_options) == before
     assert config.model_copy() == config.model_copy(deep=True) == config.replace() == config
-
-
-@pytest.mark.parametrize(
-    ("update", "told"),
-    [
-        ({"top_k": 9}, r"top_k \(9\) must not exceed num_experts \(8\)"),
-        ({"capacity": 3}, "capacity: Extra inputs are not permitted"),
-        ({"hidden_size": "64"}, "hidden_size: .*valid integer"),
-        ({"backend": "alltoal"}, "Unknown backend 'alltoal'"),
-    ],
-)
-def test_a_copy_that_cannot_work_is_refused(update: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        DispatcherConfig(**SIZES).model_copy(update=update)
+    with pytest.raises(ConfigError, match=r"top_k \(9\) must not exceed num_experts \(8\)"):
+        config.model_copy(update={"top_k": 9})

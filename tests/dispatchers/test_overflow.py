@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.backends.alltoall import fixed
-from moe_dispatch.backends.rank_major import arrive
 from moe_dispatch.errors import CapacityError
-from moe_dispatch.permutation import Permutation, SlotIndex, group_statically, index
 from moe_dispatch_testing import Ranks
 from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
 from tests.dispatchers.layer import NUM_EXPERTS, TOP_K, Group, expert_weights, raises_everywhere, random_rows
@@ -161,62 +157,3 @@ def test_a_weight_that_is_no_number_is_seen_rather_than_dropped() -> None:
     y = body(None)[0]
     assert y[1].isnan().all()
     assert not y[0].any()
-
-
-def planted_counts(patch: pytest.MonkeyPatch) -> None:
-    """Real rows counted before the lightest are dropped."""
-
-    def before(keys_SK: Tensor, num_keys: int, **options: Any) -> Any:
-        index = group_statically(keys_SK, num_keys, **options)
-        keys = keys_SK.reshape(-1)
-        real = torch.bincount(keys[(keys >= 0) & (keys < num_keys)].long(), minlength=num_keys)
-        return dataclasses.replace(index, real_L=real)
-
-    patch.setattr(Permutation, "group_statically", staticmethod(before))
-
-
-def planted_order(patch: pytest.MonkeyPatch) -> None:
-    """Of equal weights the first are dropped."""
-    heaviest = index.heaviest
-
-    def last(weights_N: Tensor, is_real_N: Tensor, room: int) -> Tensor:
-        return heaviest(weights_N.flip(0), is_real_N.flip(0), room).flip(0)
-
-    patch.setattr(index, "heaviest", last)
-
-
-def planted_demand(patch: pytest.MonkeyPatch) -> None:
-    """What stays behind is not counted."""
-
-    def arrived(route: Any, *args: Any, demand: Tensor) -> Any:
-        return arrive(route, *args, demand=torch.stack([route.index.needed, demand[1]]))
-
-    patch.setattr(fixed, "arrive", arrived)
-
-
-def planted_gradient(patch: pytest.MonkeyPatch) -> None:
-    """Dropped slots get the gradient of the last row."""
-
-    def unmasked(self: Any, values_R: Tensor) -> Tensor:
-        values_N = values_R.index_select(0, self.position_N.clamp(max=self.num_grouped - 1))
-        return torch.empty_like(values_N).index_copy_(0, self.slot_N, values_N).view(self.num_rows, self.top_k)
-
-    patch.setattr(SlotIndex, "to_slots", unmasked)
-
-
-PLANTS = {
-    "counts": (planted_counts, {"rows": 9}),
-    "order": (planted_order, {"rows": 9}),
-    "demand": (planted_demand, {"pair_rows": 2}),
-    "gradient": (planted_gradient, {"rows": 9}),
-}
-
-
-@pytest.mark.parametrize("name", PLANTS)
-def test_planted_bugs_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant, fits = PLANTS[name]
-    mine = load(TOKENS[4], "ties")
-    run_dropping("alltoall", mine, fits)
-    plant(monkeypatch)
-    with pytest.raises(AssertionError):
-        run_dropping("alltoall", mine, fits)

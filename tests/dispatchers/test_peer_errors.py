@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import BSHD, THD, Dispatcher, Routing, Rows, build_dispatcher
-from moe_dispatch.errors import InputError, LayoutError, PeerError, StateError
+from moe_dispatch.errors import InputError, LayoutError, PeerError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.permutation import Permutation
 from tests.dispatchers.layer import HIDDEN, SAFE, Group, identity_round, outcomes, raises_everywhere, small_config
@@ -128,22 +128,6 @@ def test_two_refusing_ranks_are_both_named_where_counts_are_exchanged() -> None:
     raises_everywhere([results[0], results[3]], PeerError, told)
     assert isinstance(results[1], InputError)
     assert isinstance(results[2], LayoutError)
-
-
-@pytest.mark.parametrize("debug", [False, True])
-def test_plan_of_another_dispatcher_on_one_rank(debug: bool) -> None:
-    def body(group: Group) -> Exception:
-        mine = build_dispatcher(small_config(debug=debug), group)
-        other = build_dispatcher(small_config(debug=debug, pad_multiple=4), group)
-        plan = (other if group.rank() == WRONG else mine).plan(Rows(), like=rows(4))
-        with pytest.raises((StateError, PeerError)) as caught:
-            mine.dispatch(rows(4), routing(4), plan)
-        identity_round(mine)
-        return caught.value
-
-    results = outcomes(body, 4)
-    raises_everywhere(results[WRONG:], StateError, "the plan is of another config or group")
-    raises_everywhere(results[:WRONG], PeerError, f"rank 3 refused: {results[WRONG]}")
 
 
 @pytest.mark.parametrize("policy", ["agree", "check"])

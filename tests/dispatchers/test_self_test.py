@@ -16,9 +16,8 @@ from moe_dispatch.backends.local import LocalOptions, LocalRoute
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import THD, Layout
 from moe_dispatch.permutation import TorchPermutation
-from tests.dispatchers.layer import on_ranks, outcomes_on, raises_everywhere, small_config
+from tests.dispatchers.layer import BACKENDS, on_ranks, outcomes_on, raises_everywhere, small_config
 
-BACKENDS = [("local", 1), ("alltoall", 2), ("allgather", 2)]
 GOOD: list[dict[str, Any]] = [
     {},
     {"weights": "experts"},

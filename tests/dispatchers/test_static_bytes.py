@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.communication import Alone, Communicator, Work
 from moe_dispatch.permutation import round_up
 from moe_dispatch_testing import Collective, allow_host_syncs, count_collectives
 from moe_dispatch_testing.scenario import ROUTINGS
@@ -68,23 +67,3 @@ def test_bytes_are_those_of_the_pairs(
     for calls in on_ranks(step(kind, dtype=dtype, wire_dtype=wire, pair_rows=pair_rows), SIZE):
         assert [call.op for call in calls] == ["alltoall_base"] * 4
         assert [call.nbytes for call in calls] == wanted
-
-
-def test_an_all_gather_in_disguise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the exchange of rows is done by gathering everyone's buffers."""
-
-    def gathered(
-        self: Communicator, out: torch.Tensor, inp: torch.Tensor, out_splits: Any, in_splits: Any, *, label: str
-    ) -> Work:
-        assert self.group is not None
-        everyone = inp.new_empty(self.size * inp.numel())
-        self.group._allgather_base(everyone, inp.reshape(-1)).wait()
-        part = inp.numel() // self.size
-        out.view(-1).copy_(everyone.view(self.size, self.size, part)[:, self.rank].reshape(-1))
-        return Alone()
-
-    right = on_ranks(step("skewed", pair_rows=3), SIZE)
-    monkeypatch.setattr(Communicator, "all_to_all", gathered)
-    disguised = on_ranks(step("skewed", pair_rows=3), SIZE)
-    for mine, other in zip(disguised, right, strict=True):
-        assert sum(call.nbytes for call in mine) == SIZE * sum(call.nbytes for call in other)
