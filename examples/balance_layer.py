@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.balance import ExactPlacement, ExpertPlacement
-from moe_dispatch.balance.planners import eplb
+from moe_dispatch.balance import ExactPlacement, ExpertPlacement, eplb
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch_testing import run_processes
 
