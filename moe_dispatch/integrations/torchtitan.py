@@ -121,7 +121,7 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             Rows (R, D); number of rows of each local expert with padding, int64; and ``metadata`` for ``combine``.
 
         Raises:
-            ConfigError: The config has spare expert slots or ``chunk_tokens``, which need ``SlotRoutedExperts``.
+            ConfigError: The config has spare expert slots or ``chunk_tokens``, which need ``MoEDispatchRoutedExperts``.
             InputError: The router has another number of experts. Other errors are those of ``Dispatcher.dispatch``.
 
         Cost: that of ``Dispatcher.dispatch`` without a plan.
@@ -148,7 +148,7 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
 
 
 @final
-class SlotRoutedExperts(RoutedExperts):  # type: ignore[misc]
+class MoEDispatchRoutedExperts(RoutedExperts):  # type: ignore[misc]
     """Routed experts that run in chunks, for ``chunk_tokens``, or on the expert slots of a placement.
 
     ``balance`` and ``spare_experts_per_rank`` need expert slots. Then ``inner_experts`` are called with the weights of
@@ -198,7 +198,7 @@ def moe_dispatch_override(
         backend: Backend, as in ``DispatcherConfig``.
         name: Path of the layer in the model, which errors show.
         **options: Other fields of ``DispatcherConfig``. With ``balance``, ``spare_experts_per_rank`` or
-            ``chunk_tokens``, the copy is a ``SlotRoutedExperts.Config``.
+            ``chunk_tokens``, the copy is a ``MoEDispatchRoutedExperts.Config``.
 
     Raises:
         ConfigError: The replaced dispatcher and the experts disagree, that dispatcher asks for static shapes, or chunks
@@ -227,12 +227,12 @@ def moe_dispatch_override(
     )
     if not any(map(options.get, ("balance", "spare_experts_per_rank", "chunk_tokens"))):
         return dataclasses.replace(cfg, token_dispatcher=ours)
-    if type(cfg) not in (RoutedExperts.Config, SlotRoutedExperts.Config):
+    if type(cfg) not in (RoutedExperts.Config, MoEDispatchRoutedExperts.Config):
         raise ConfigError(
             f"{where}: experts in chunks or with spare expert slots must be RoutedExperts, got "
             f"{type(cfg).__qualname__}. Leave chunk_tokens, balance and spare_experts_per_rank out."
         )
-    return derive(cfg, SlotRoutedExperts.Config, token_dispatcher=ours)
+    return derive(cfg, MoEDispatchRoutedExperts.Config, token_dispatcher=ours)
 
 
 def use_moe_dispatch(model_config: Any, *, backend: str | dict[str, Any] = "auto", **options: Any) -> list[str]:
