@@ -106,8 +106,8 @@ def use(python: str, torch: str, options: argparse.Namespace) -> str:
         pip = [str(binaries / "python"), "-m", "pip"]
         steps = [
             [interpreter, "-m", "venv", str(outside / "env")],
-            [*pip, "install", "--quiet", "--no-cache-dir", f"torch=={torch}"],
-            [*pip, "install", "--quiet", f"{WHEEL}[cli]"],
+            [*pip, "install", "--no-cache-dir", f"torch=={torch}"],
+            [*pip, "install", f"{WHEEL}[cli]"],
             [*pip, "check"],
             [str(binaries / "python"), "-c", IMPORT],
             [str(binaries / "torchrun"), "--nproc-per-node", "2", str(quickstart)],
@@ -116,7 +116,7 @@ def use(python: str, torch: str, options: argparse.Namespace) -> str:
         ]
         for step in steps:
             if run(step, log, options.minutes, cwd=outside):
-                raise NotRun(f"{' '.join(step[1:4]).splitlines()[0]}: {last_line(log)}")
+                raise NotRun(f"{' '.join(step[1:4]).splitlines()[0]}: {last_line(log)} See {log.relative_to(ROOT)}.")
     return next(line for line in log.read_text("utf-8").splitlines() if line.startswith("import moe_dispatch "))
 
 
