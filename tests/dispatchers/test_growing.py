@@ -1,10 +1,11 @@
-"""What was needed, making room for it, and running a step again until it fits."""
+"""What was needed, making room for it, running a step again until it fits, and the counters that tell it."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Dispatcher, Routing, build_dispatcher
-from moe_dispatch.backends import MoEShape
+from moe_dispatch.backends import Arrived, MoEShape
 from moe_dispatch.backends.capacity import balanced_pair_rows, balanced_rows
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.errors import CapacityError, ConfigError, InputError, StateError
@@ -221,3 +222,69 @@ def test_layers_that_share_a_channel_share_the_mark_and_the_room() -> None:
     assert not first.check().overflowed
     sent = first.dispatch(random_rows(6), random_routing(6))
     assert int(sent.real_tokens_per_expert.sum()) == 12
+
+
+def test_a_step_of_two_expert_parallel_groups_is_rerun_by_both() -> None:
+    """Rank 0 overflows; rank 1, a group of its own, does not. Each step ends in an all-reduce of both."""
+
+    def body(world: Group) -> tuple[list[float], float]:
+        dispatcher = build_dispatcher(safe_config("local", rows=8, on_overflow="raise"))
+        routing, totals = random_routing(8), list[float]()
+        ids = routing.topk_ids if world.rank() == 0 else torch.full_like(routing.topk_ids, -1)
+
+        def step() -> float:
+            sent = dispatcher.dispatch(random_rows(8), Routing(ids, routing.topk_weights))
+            total = dispatcher.combine(sent.rows, sent).sum()
+            world.allreduce([total]).wait()
+            totals.append(float(total))
+            return totals[-1]
+
+        return totals, dispatcher.retry_on_overflow(step, group=world, headroom=1)
+
+    first, second = on_ranks(body, 2)
+    assert first == second
+    totals, last = first
+    assert len(totals) == 2
+    assert totals[0] != totals[1] == last
+
+
+def test_the_largest_headroom_counts() -> None:
+    def body(group: Group) -> Any:
+        dispatcher = build_dispatcher(safe_config("alltoall", size=2, rows=6), group)
+        dispatcher.dispatch(random_rows(8), random_routing(8, group.rank()))
+        dispatcher.grow(headroom=1 + group.rank())
+        return dispatcher.plan(like=random_rows(8)).sizes.capacity
+
+    first, second = on_ranks(body, 2)
+    assert first == second
+    assert first.rows > 12
+
+
+def test_the_first_call_is_refused_while_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is allocated that would belong to the graph."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(StateError, match=r"run a call once before a CUDA graph captures it"):
+        Meter(2).prepare(torch.device("cuda"))
+
+
+def test_counters_stay_where_they_are() -> None:
+    """A graph writes to the tensors that it was captured with."""
+    meter, device = Meter(2), torch.device("cpu")
+    meter.prepare(device)
+    before = meter._counters[device]
+    arrived = Arrived(
+        rows=torch.empty(4, 1),
+        weights=torch.empty(4),
+        tokens_per_expert=torch.tensor([2, 2]),
+        real_tokens_per_expert=torch.tensor([1, 2]),
+        tokens_per_expert_list=None,
+        route=None,  # type: ignore[arg-type]
+        demand=torch.tensor([4, 1]),
+    )
+    valid_T = torch.tensor([True, False])
+    departed: Any = SimpleNamespace(valid_T=valid_T, experts_L=None, placement=None, outcome=torch.tensor(2))
+    meter.record(arrived, departed)
+    assert [tensor.tolist() for tensor in before] == [[1, 2], [1, 0], 1, [4, 1, 2], [0], 0]
+    assert (meter.tokens(), meter.masked, meter.needs()) == (([1, 2], 1), 1, [4, 1, 2])
+    meter.forget_invalid_ids()
+    assert before[3].tolist() == meter.needs() == [4, 1, 0]
