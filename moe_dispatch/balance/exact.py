@@ -126,7 +126,7 @@ class ExactPlanner:
         min_rows: Fewest rows for which a copy is made.
         device: Device of the counts.
         kernels: The module ``triton_plan``, to plan by kernels without ``min_rows``; None plans by operators of torch.
-            With more than 128 ranks, or experts of a rank, operators of torch plan too.
+            With more than 4096 experts, operators of torch plan too.
 
     Attributes:
         nothing: The plan without a copy.
@@ -150,8 +150,7 @@ class ExactPlanner:
         self._spare, self._bound, self._block, self._min_rows = spare, bound, pad_multiple, min_rows
         per_node = ranks_per_node or num_ranks
         self._per_node = per_node if 1 < per_node < num_ranks else None
-        fits = kernels is not None and max(num_ranks, self._own) <= kernels.LARGEST
-        self._kernels: Any = kernels if fits else None
+        self._kernels: Any = kernels if kernels is not None and num_experts <= kernels.LARGEST else None
         self._bound_or_none = None if bound == 1.0 else torch.tensor(bound, dtype=torch.float64, device=device)
         ranks, experts = torch.arange(num_ranks, device=device), torch.arange(num_experts, device=device)
         slots = self._own + spare

@@ -1,7 +1,7 @@
 """Triton kernels for ``ExactPlanner`` of ``exact.py`` in graph-safe mode: the same plan, bit by bit, in few launches.
 
-Nothing is sorted: a kernel compares all pairs of ranks, or all pairs of experts of a rank, and adds up what comes
-before. All numbers are int64, so each run gives the same bits.
+Nothing is sorted: a kernel compares every rank, or every expert of a rank, with each of the others in a loop, and adds
+up what comes before. All numbers are int64, so each run gives the same bits.
 
 Legend: as in ``exact.py``. N ids, which are T * K.
 """
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST = 128
-"""Most ranks, and most experts of a rank, for which a table of all pairs fits into one program."""
+LARGEST = 4096
+"""Most experts whose numbers fit into the registers of one program."""
 
 _BLOCK = 256
 _OPTIONS: Any = {"num_warps": 4, "enable_fp_fusion": False}
@@ -75,12 +75,26 @@ def loads_kernel(counts, totals, blocks, inner, loads, size, own, multiple, bloc
     for source in range(size):
         total += tl.load(counts + source * size * own + expert, mask=inside, other=0)
     mine = (total + multiple - 1) // multiple
-    row, column = mine[:, None], mine[None, :]
-    before = (column < row) | ((column == row) & (number[None, :] <= number[:, None]))
     tl.store(totals + expert, total, mask=inside)
     tl.store(blocks + expert, mine, mask=inside)
-    tl.store(inner + expert, tl.sum(tl.where(before, column, 0), 1), mask=inside)
+    tl.debug_barrier()  # the loop reads what other threads have written
+    until = tl.zeros((block,), tl.int64)
+    for other in range(own):
+        theirs = tl.load(blocks + rank * own + other)
+        until += tl.where((theirs < mine) | ((theirs == mine) & (other <= number)), theirs, 0)
+    tl.store(inner + expert, until, mask=inside)
     tl.store(loads + rank, tl.sum(mine, 0))
+
+
+@triton.jit
+def balance_of(rank, load, total, bound, size, is_exact: tl.constexpr):
+    """Return the blocks of a rank above its cap, and the key by which ranks are sorted."""
+    if is_exact:
+        cap = total // size + (rank < total % size).to(tl.int64)
+    else:
+        cap = tl.ceil(total.to(tl.float64) * tl.load(bound) / size).to(tl.int64)
+    balance = load - cap
+    return balance, tl.where(balance < 0, balance, 0x7FFFFFFFFFFFFFFF - balance)
 
 
 @triton.jit
@@ -88,36 +102,44 @@ def ranks_kernel(loads, bound, starts, keeps, begins, amounts, size, is_exact: t
     """Write where the blocks of each rank start on the line, which of them it keeps, and which others it takes over.
 
     Names are those of ``ExactPlanner._copied``. Ranks keep their places here, and ``place`` is their place in the order
-    there. Ranks behind the last are at the end of the order, with nothing.
+    there. The outputs hold what the loops read of other ranks, until the results are stored.
     """
     rank = tl.arange(0, block)
     inside = rank < size
     load = tl.load(loads + rank, mask=inside, other=0)
     total = tl.sum(load, 0)
-    if is_exact:
-        cap = total // size + (rank < total % size).to(tl.int64)
-    else:
-        cap = tl.ceil(total.to(tl.float64) * tl.load(bound) / tl.full((block,), size, tl.float64)).to(tl.int64)
-    balance = tl.where(inside, load - cap, 0)
-    has_room = balance < 0
-    key = tl.where(has_room, balance, 0x7FFFFFFFFFFFFFFF - balance)
-    earlier = (key[None, :] < key[:, None]) | ((key[None, :] == key[:, None]) & (rank[None, :] < rank[:, None]))
-    place = tl.sum(earlier.to(tl.int64), 1)
-    until = place[None, :] <= place[:, None]
-    excess = tl.maximum(balance, 0)
-    gone = tl.sum(tl.where(until, excess[None, :], 0), 1)
+    balance, key = balance_of(rank, load, total, bound, size, is_exact)
+    balance = tl.where(inside, balance, 0)
+    has_room, excess = balance < 0, tl.maximum(balance, 0)
     most = tl.sum(excess, 0)
-    wanted = excess - balance
-    rooms = tl.sum(tl.where(until, wanted[None, :], 0), 1)
-    taken, before = tl.minimum(rooms, most), tl.minimum(rooms - wanted, most)
-    above = tl.where(taken[None, :] >= gone[:, None], taken[None, :], 0x7FFFFFFFFFFFFFFF)
-    dry = tl.minimum(tl.min(above, 1), tl.minimum(tl.sum(wanted, 0), most))
-    lack = tl.where(excess > 0, dry - gone, 0)
+    place, gone, rooms, sums = excess * 0, excess * 0, excess * 0, excess * 0
+    for other in range(size):
+        their_load = tl.load(loads + other)
+        theirs, their_key = balance_of(other, their_load, total, bound, size, is_exact)
+        until = (their_key < key) | ((their_key == key) & (other <= rank))
+        place += (until & (other != rank)).to(tl.int64)
+        gone += tl.where(until, tl.maximum(theirs, 0), 0)
+        rooms += tl.where(until, tl.maximum(-theirs, 0), 0)
+        sums += tl.where(until, their_load, 0)
+    taken, before = tl.minimum(rooms, most), tl.minimum(rooms - (excess - balance), most)
     start = tl.where(has_room, before, gone)
-    donor = tl.minimum(tl.sum((gone[None, :] <= start[:, None]).to(tl.int64), 1), size - 1)
-    sums = tl.sum(tl.where(until, load[None, :], 0), 1)
-    kept = sums - lack - gone
-    begin = start + tl.sum(tl.where(place[None, :] == donor[:, None], kept[None, :], 0), 1)
+    tl.store(starts + rank, taken, mask=inside)
+    tl.store(keeps + rank, gone, mask=inside)
+    tl.debug_barrier()  # the loop reads what other threads have written
+    dry, donor = most + excess * 0, excess * 0
+    for other in range(size):
+        theirs = tl.load(starts + other)
+        dry = tl.where(theirs >= gone, tl.minimum(theirs, dry), dry)
+        donor += (tl.load(keeps + other) <= start).to(tl.int64)
+    donor = tl.minimum(donor, size - 1)
+    lack = tl.where(excess > 0, dry - gone, 0)
+    tl.store(begins + rank, place, mask=inside)
+    tl.store(amounts + rank, sums - lack - gone, mask=inside)
+    tl.debug_barrier()
+    begin = start
+    for other in range(size):
+        begin += tl.where(tl.load(begins + other) == donor, tl.load(amounts + other), 0)
+    tl.debug_barrier()
     tl.store(starts + rank, sums - load, mask=inside)
     tl.store(keeps + rank, sums - excess - lack, mask=inside)
     tl.store(begins + rank, begin, mask=inside)
