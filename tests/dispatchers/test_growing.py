@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Dispatcher, Routing, build_dispatcher
@@ -17,6 +18,7 @@ from moe_dispatch.backends import Arrived, MoEShape
 from moe_dispatch.backends.capacity import balanced_pair_rows, balanced_rows
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.errors import CapacityError, ConfigError, InputError, StateError
+from moe_dispatch_testing.ranks import thread_group
 from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
 from tests.dispatchers.layer import (
     Group,
@@ -228,7 +230,9 @@ def test_a_step_of_two_expert_parallel_groups_is_rerun_by_both() -> None:
     """Rank 0 overflows; rank 1, a group of its own, does not. Each step ends in an all-reduce of both."""
 
     def body(world: Group) -> tuple[list[float], float]:
-        dispatcher = build_dispatcher(safe_config("local", rows=8, on_overflow="raise"))
+        # Without a group of its own, the threads would share counters.
+        own = thread_group(HashStore(), 0, 1)
+        dispatcher = build_dispatcher(safe_config("local", rows=8, on_overflow="raise"), own)
         routing, totals = random_routing(8), list[float]()
         ids = routing.topk_ids if world.rank() == 0 else torch.full_like(routing.topk_ids, -1)
 
