@@ -6,17 +6,20 @@ import dataclasses
 import functools
 import os
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends.base import Constraints, MoEShape
 from moe_dispatch.backends.deep_ep import hybrid_rules as hybrid
 from moe_dispatch.backends.deep_ep.buffers import ProcessSwitch
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
+from moe_dispatch.dispatchers import run_in_chunks
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch_testing.emulation import emulated_deep_ep
 from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, V25, config, identity_and_close, rank_of
@@ -43,6 +46,32 @@ def test_v2_in_the_order_of_arrival_gives_the_same_sums() -> None:
     for sorted_rows, as_they_came in pairs:
         for one, other in zip(sorted_rows, as_they_came, strict=True):
             torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("backend", [V2, V25], ids=["v2", "v2.5"])
+@pytest.mark.parametrize("chunks", [False, True])
+def test_rows_in_the_order_of_arrival_are_not_computed_again_with_handles_of_the_first_run(
+    chunks: bool, backend: dict[str, Any]
+) -> None:
+    """The gradients would belong to other rows."""
+    fields: dict[str, Any] = {"chunk_tokens": 20, "chunk_recompute": True} if chunks else {}
+
+    def body(group: Group, deterministic: bool = False) -> None:
+        dispatcher = build_dispatcher(config({**backend, "deterministic": deterministic}, **fields), group)
+        x, routing = torch.randn(40, 256).requires_grad_(), random_routing(40, rank_of(group))
+        layer = partial(run_in_chunks, dispatcher, lambda sent: sent.rows.tanh(), x, routing)
+        try:
+            if chunks:
+                layer().sum().backward()
+            else:
+                checkpoint(lambda x: layer(), x, use_reentrant=False).sum().backward()
+        finally:
+            dispatcher.close()
+
+    raises_everywhere(
+        outcomes(body, 2), ConfigError, r"checkpointing must have use_reentrant=True, and chunk_recompute"
+    )
+    on_ranks(partial(body, deterministic=True), 2)
 
 
 def test_the_domain_variable_is_as_it_was_also_with_ranks_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:

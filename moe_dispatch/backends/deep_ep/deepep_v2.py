@@ -114,6 +114,21 @@ def expanded_rows(shape: MoEShape) -> int:
     return round_up(worst_rows(shape) + (shape.pad_multiple - 1) * shape.num_local_experts, shape.pad_multiple)
 
 
+def _refuse_recomputation() -> None:
+    """Raise if activation checkpointing without ``use_reentrant`` runs this call.
+
+    Its backward takes the tensors of the recomputation and the handles of the first run. Without ``deterministic``,
+    rows of the two arrive in different orders, so gradients would go to wrong rows.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        raise ConfigError(
+            "Backend 'deepep': with the option deterministic=False rows arrive in another order when they are computed "
+            "again, so checkpointing must have use_reentrant=True, and chunk_recompute must be off. Or leave "
+            "deterministic out."
+        )
+
+
 @final
 class ElasticDeepEP(DeepEP):
     """``deepep`` over v2 and V2.5. Its buffers are made for the largest number of rows of any rank.
@@ -180,6 +195,8 @@ class ElasticDeepEP(DeepEP):
         With ``worst_rows`` the library delivers P times the number of rows that its buffer has room for. That product
         equals ``worst_rows``.
         """
+        if not self._deterministic:
+            _refuse_recomputation()
         buffer, place, deferred, defers = self.buffer(), self.place, self._deferred, self._is_v25
         with self._calling():
             try:
