@@ -91,7 +91,7 @@ def save_picture(path: str, tokens: list[int], ratios: dict[tuple[float, str, st
     axes.set(xscale="log", xlabel="tokens of a rank", ylabel="time without balance / time")
     axes.set_xticks(tokens, [str(number) for number in tokens])
     axes.minorticks_off()
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside upper center", ncols=2)
     figure.savefig(path, dpi=130)
 
 
