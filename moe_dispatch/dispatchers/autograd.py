@@ -47,7 +47,8 @@ class State:
         real_rows: int64, the indices of the rows that went to the backend; None if all of them did.
         padded: Tp, the number of rows that went to the backend, with padding; None in the state of a traced call,
             where the operator decides it.
-        wants_weights: Whether the model's weights require grad. The weights that ``anchor`` returns always do.
+        wants_weights: Whether the backward of combine needs the expert outputs, for gradients of the weights of any
+            rank. False only if no rank wants them and the ranks know it.
         route: Route of the backend; None if an operator made the dispatch.
         tensors: The route as tensors, if an operator made the dispatch; otherwise empty.
     """
@@ -126,6 +127,7 @@ def start(
     placement: ExpertPlacement | ExactPlacement | None,
     table: SlotTable | None,
     recorded: bool,
+    wants_weights: bool = True,
     lease: Lease | None = None,
 ) -> Departed:
     """Clean the ids, settle the sizes if the plan has none, pad, and start to send.
@@ -146,6 +148,7 @@ def start(
             config has ``balance``, a placement planned here takes its place.
         table: Table of the placement.
         recorded: Whether the call records gradients.
+        wants_weights: Whether the weights of the model require grad; in compiled code, True.
         lease: Lease of the dispatcher; None in compiled code.
 
     Raises:
@@ -154,7 +157,9 @@ def start(
     """
     config, needs, facts = channel.config, channel.needs, facts_of(x_TD.dtype, recorded)
     experts_L = None if table is None else table.experts_L
-    mark = mark_of(x_TD.dtype, recorded, None if lease is None else lease.number) if needs.exchanges_counts else None
+    mark, number = None, None if lease is None else lease.number
+    if needs.exchanges_counts:
+        mark = mark_of(x_TD.dtype, recorded, number, wants_weights)
     asks, num_experts = not config.graph_safe, config.num_experts
     summed = channel.num_summed > 0 and not plan.settled
     try:

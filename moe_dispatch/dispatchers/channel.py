@@ -69,7 +69,7 @@ class Channel:
             number, and neither the backend nor a number of chunks depends on the largest.
         capacity: Number of rows that the buffers of a dispatch hold; None if sizes follow the routing.
         watches: The watchdogs of the groups, if there are any. They report the name of the dispatcher that calls.
-        checked: The kinds of tensors that ``check_call`` and ``check_combine`` have found to fit.
+        checked: The kinds of tensors that ``check_call`` has found to fit.
         agrees_on_rows: Whether the ranks settle sizes with a collective.
         num_summed: Number of counts that ranks sum when they agree on sizes, 0 for none. The first counts invalid ids;
             the others, for a backend that uses them, count the slots that name each expert.

@@ -240,11 +240,14 @@ def check_again(x_TD: Tensor, num_rows: int, device: torch.device, channel: Chan
     check_rows("Dispatcher.dispatch", "x", x_TD, channel.config, channel.needs)
 
 
-def check_combine(rows: Tensor, dispatched: Tensor, channel: Channel) -> None:
-    """Compare expert outputs with the rows that were dispatched: shape, dtype, device and gradients.
+def check_combine(rows: Tensor, dispatched: Tensor, channel: Channel) -> Tensor:
+    """Compare expert outputs with the rows that were dispatched, and return them in the dtype of these.
+
+    All ranks know that dtype, so the bytes of a row that comes back do not depend on what one rank's experts return.
+    For example, a rank without rows may return ``torch.zeros(0, D)`` in float32 where its peers return bfloat16.
 
     Raises:
-        InputError: The outputs do not fit the dispatched rows, or the backend cannot carry them.
+        InputError: The outputs do not fit the dispatched rows, or require grad although the backend has no backward.
         StateError: The call is in a transform of torch.func.
     """
     if torch._C._are_functorch_transforms_active():
@@ -254,10 +257,10 @@ def check_combine(rows: Tensor, dispatched: Tensor, channel: Channel) -> None:
             f"Dispatcher.combine: rows must be floating {tuple(dispatched.shape)} on {dispatched.device}, like "
             f"sent.rows, got {rows.dtype} {tuple(rows.shape)} on {rows.device}. Return one output row per row."
         )
-    if rows.dtype not in channel.checked:
+    rows = rows.to(dispatched.dtype)
+    if not channel.needs.differentiable:
         check_rows("Dispatcher.combine", "rows", rows, channel.config, channel.needs)
-        if channel.needs.differentiable:
-            channel.checked.add(rows.dtype)
+    return rows
 
 
 def check_values(routing: Routing, valid_T: Tensor | None, num_experts: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch.dispatchers import checks
-from moe_dispatch.dispatchers.agreement import settle, tell_peers
+from moe_dispatch.dispatchers.agreement import facts_of, settle, tell_peers
 from moe_dispatch.dispatchers.operators import refuse_compiled
 from moe_dispatch.layouts import Layout, Masked, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
@@ -160,7 +160,10 @@ def _settle(
         except Exception as error:
             tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=has_sizes)
             raise
-        return x_TD, whole if has_sizes else settle(channel, whole), real_rows, valid_T
+        if not has_sizes:  # the dispatches of the chunks have sizes, so what must be equal is compared here
+            facts = facts_of(x_TD.dtype, torch.is_grad_enabled())
+            whole = settle(channel, whole, facts=facts, lease=dispatcher._lease)
+        return x_TD, whole, real_rows, valid_T
     except Exception as error:
         dispatcher._name_in(error)
         raise

@@ -255,13 +255,14 @@ class Dispatcher(nn.Module):
                         placement=lease.placement,
                         table=lease.table,
                         recorded=recorded,
+                        wants_weights=routing.topk_weights.requires_grad,
                         lease=lease,
                     )
                     if routing.drift is not None:
                         channel.meter.record_drift(self.name, routing.drift)
                     if channel.recorder is not None:
                         channel.recorder.note(lease, self.name, x, routing, layout)
-                arrive = partial(receive, lease, departed, layout, x.shape, x_TD, weights_TK, routing.topk_weights)
+                arrive = partial(receive, lease, departed, layout, x.shape, x_TD, weights_TK)
                 return (
                     InFlight(placement=departed.placement, finish=_once(lease, arrive, x.device))
                     if async_op
@@ -346,12 +347,13 @@ class Dispatcher(nn.Module):
 
         Args:
             rows: (R, D), floating: one output for each row of ``sent.rows``. Outputs of padding may hold any value.
+                They travel in the dtype of x, because all ranks know it; outputs of another dtype are converted first.
             sent: The result of the dispatch that these rows belong to. One result can be combined several times, and
                 results can be combined in any order.
 
         Returns:
-            A tensor in the shape of the x that was dispatched and in the dtype of ``rows``. Rows that hold no token or
-            that no expert received are zero. Sums are accumulated in ``max(float32, dtype)`` and rounded once.
+            A tensor in the shape and the dtype of the x that was dispatched. Rows that hold no token or that no expert
+            received are zero. Sums are accumulated in ``max(float32, dtype)`` and rounded once.
 
         Raises:
             InputError: The shape, dtype or device of ``rows`` does not fit.
@@ -367,7 +369,7 @@ class Dispatcher(nn.Module):
             with profiler_range("combine"):
                 if not self._has_seen_ddp and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
                     self._has_seen_ddp = autograd.look_for_ddp(rows, channel.communicator.group)
-                checks.check_combine(rows, sent.edge, channel)
+                rows = checks.check_combine(rows, sent.edge, channel)
                 weights_R = autograd.anchor(sent.weights, channel)
                 y_TD: Tensor = autograd.Combine.apply(rows, weights_R, state, channel)  # type: ignore[no-untyped-call]
                 return state.layout.unflatten(y_TD, state.shape)
@@ -539,7 +541,6 @@ def receive(
     shape: torch.Size,
     x_TD: Tensor,
     weights_TK: Tensor,
-    given_weights: Tensor,
 ) -> Dispatched:
     """Wait for the rows of a dispatch, and attach them to the rows and weights that were sent."""
     with torch.no_grad():
@@ -551,7 +552,8 @@ def receive(
         num_rows=x_TD.shape[0],
         real_rows=departed.real_rows,
         padded=departed.padded,
-        wants_weights=given_weights.requires_grad,
+        # On several ranks ``anchor`` has made the weights require grad.
+        wants_weights=weights_TK.requires_grad and arrived.wants_weights,
         route=arrived.route,
     )
     edge, quantised = arrived.rows, None

@@ -222,7 +222,7 @@ def combine(
     """Bring expert rows, (R, D), back to (T, D), weighted with the weights of the dispatch if the config says so."""
     with torch.no_grad(), profiler_range("combine"):
         link, taken = _restored(channel, route)
-        checks.check_combine(rows, weights.unsqueeze(1).expand(-1, link.shape.hidden_size), link)
+        checks.check_combine(rows, rows.new_empty(()).expand(weights.shape[0], link.shape.hidden_size), link)
         y_TD = taken.combine(rows, weights if link.config.weights == "combine" else None)
         (y_TD,) = _own(trim(y_TD, real_rows, num_rows))
     return y_TD
@@ -423,7 +423,7 @@ def trace_dispatch(
             num_rows=num_rows,
             real_rows=real_rows,
             padded=None,
-            wants_weights=routing.topk_weights.requires_grad,
+            wants_weights=True,
             tensors=tuple(route),
         ),
     )
@@ -468,6 +468,7 @@ def trace_combine(rows: Tensor, sent: Dispatched) -> Tensor:
     """Run ``Dispatcher.combine`` if an operator made the dispatch."""
     state: State = sent.state
     channel = state.lease.enter()
+    rows = rows.to(sent.edge.dtype)
     y_TD = combine(rows, anchor(sent.weights, channel), state.tensors, state.real_rows, channel.name, state.num_rows)
     return state.layout.unflatten(y_TD, state.shape)
 

@@ -95,7 +95,7 @@ def test_autocast(backend: str, size: int, around_dispatch: bool) -> None:
                     outputs = apply_experts(sent, mine)
                 assert outputs.dtype == (torch.bfloat16 if enabled else torch.float32)
                 y = dispatcher.combine(outputs, sent)
-                assert (sent.rows.dtype, sent.weights.dtype, y.dtype) == (x.dtype, torch.float32, outputs.dtype)
+                assert (sent.rows.dtype, sent.weights.dtype, y.dtype) == (x.dtype, torch.float32, x.dtype)
                 y.float().square().sum().backward()
             return [y.detach().float(), *_grads(x, topk_weights, mine)]
 
