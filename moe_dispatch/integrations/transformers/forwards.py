@@ -22,10 +22,29 @@ from moe_dispatch.errors import LayoutError, StateError
 from moe_dispatch.integrations.transformers.batch_slice import BatchSlice
 from moe_dispatch.layouts import Layout, Masked, Rows
 from moe_dispatch.replay import Cut
-from moe_dispatch.types import Plan
+from moe_dispatch.types import Plan, Routing
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunningForward:
+    """A forward of a module that takes a batch of B sequences with S positions.
+
+    Attributes:
+        module: The module.
+        plan: Plan for the rows that this rank sends.
+        layout: Layout of all rows of the batch, of which this rank may send a slice.
+        shape: B and S.
+    """
+
+    module: nn.Module
+    plan: Plan
+    layout: Layout
+    shape: tuple[int, int]
+
 
 # A module inside another module may have its own plan. The last plan applies.
-_Plans = tuple[tuple[nn.Module, Plan], ...]
+_Plans = tuple[RunningForward, ...]
 _PLANS: ContextVar[_Plans] = ContextVar("moe_dispatch_plans", default=())
 
 # Each RoutingReplay has its own cut. The last cut of a replay applies.
@@ -44,7 +63,32 @@ def plan_in_force(config: DispatcherConfig) -> Plan | None:
             "moe_dispatch experts: they must be called in a forward of a model that was given to attach, got a call "
             "outside such a forward. Call attach(model) after loading it; checkpoint layers with transformers' switch."
         )
-    return plans[-1][1] if plans else None
+    return plans[-1].plan if plans else None
+
+
+@contextmanager
+def recorded_as_batch(dispatcher: Dispatcher, x_TD: Tensor, routing: Routing) -> Iterator[None]:
+    """Let a ``RoutingTable`` record the dispatch of the block as one of B sequences, though its rows are flat.
+
+    Args:
+        dispatcher: Dispatcher of the layer.
+        x_TD: All rows of the batch. Ranks of a tensor-parallel group, which dispatch slices of them, record all.
+        routing: Routing of all rows.
+    """
+    channel, plans = dispatcher._channel, _PLANS.get()
+    recorder = channel.recorder
+    if recorder is None or not recorder.by_position or not plans:
+        yield
+        return
+    forward = plans[-1]
+    batch = x_TD.view(*forward.shape, x_TD.shape[1])
+    recorder.check(batch, forward.layout)
+    channel.recorder = None
+    try:
+        yield
+    finally:
+        channel.recorder = recorder
+    recorder.note(dispatcher._lease, dispatcher.name, batch, routing, forward.layout)
 
 
 def cut_in_force(replay: object) -> Cut | None:
@@ -80,20 +124,22 @@ class PlanBeforeForward:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         positions = _positions_of(call)
-        num_rows = positions.shape[0] * positions.shape[1]
+        batch, length = positions.shape[:2]
+        layout, num_rows = layout_of(call), batch * length
         start, stop = self.slices.span(num_rows)
         # It stands for the rows of a later dispatch: the plan needs only their number and device.
         like = torch.empty(stop - start, 0, device=positions.device)
-        plan = self.dispatcher.plan(self.slices.layout(layout_of(call), num_rows), like=like)
+        plan = self.dispatcher.plan(self.slices.layout(layout, num_rows), like=like)
         if torch.is_grad_enabled() and module.training:
             keep_in_checkpoints(module)
-        _PLANS.set((*_PLANS.get(), (module, plan)))
+        forward = RunningForward(module=module, plan=plan, layout=layout, shape=(batch, length))
+        _PLANS.set((*_PLANS.get(), forward))
 
 
 def end_plan(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Drop the plan. This forward hook of the module also runs if the forward or a pre-hook raised."""
     plans = _PLANS.get()
-    if plans and plans[-1][0] is module:
+    if plans and plans[-1].module is module:
         _PLANS.set(plans[:-1])
 
 

@@ -82,7 +82,12 @@ def attach(model: nn.Module) -> None:
     """
     for name, (experts, wiring) in _wired_experts(model).items():
         wiring.give_name(experts, name)
-        owner = _module_with_mask(model, name)
+        owner = module_with_mask(model, name)
+        if owner is None:
+            raise ConfigError(
+                "attach: a module around the experts must take attention_mask and inputs_embeds, got "
+                f"{type(model).__name__} without such a module. Pass the whole model to attach."
+            )
         if not any(isinstance(hook, PlanBeforeForward) for hook in owner._forward_pre_hooks.values()):
             parameters = tuple(inspect.signature(owner.forward).parameters)
             dispatcher = wiring.dispatcher_of(experts)
@@ -154,17 +159,14 @@ def wiring_of(experts: Any) -> ExpertParallel | ExpertsFunction | None:
     return function if isinstance(function, ExpertsFunction) else None
 
 
-def _module_with_mask(model: nn.Module, name: str) -> nn.Module:
-    """Return the nearest module around the experts whose forward takes the batch and its mask."""
+def module_with_mask(model: nn.Module, name: str) -> nn.Module | None:
+    """Return the nearest module around the experts whose forward takes the batch and its mask; None without one."""
     while name:
         name = name.rpartition(".")[0]
         module = model.get_submodule(name)
         if {"attention_mask", "inputs_embeds"} <= set(inspect.signature(module.forward).parameters):
             return module
-    raise ConfigError(
-        f"attach: a module around the experts must take attention_mask and inputs_embeds, got {type(model).__name__} "
-        "without such a module. Pass the whole model to attach."
-    )
+    return None
 
 
 def _experts_functions() -> Any:

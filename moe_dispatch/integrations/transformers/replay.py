@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.integrations.transformers.forwards import cut_for_forwards, cut_in_force, keep_in_checkpoints
-from moe_dispatch.integrations.transformers.registration import experts_of, wiring_of
+from moe_dispatch.integrations.transformers.registration import experts_of, module_with_mask, wiring_of
 from moe_dispatch.replay import Cut, replayed
 from moe_dispatch.replay.entries import NOWHERE, UNKNOWN
 
@@ -37,17 +37,22 @@ class RoutingReplay:
 
     Raises:
         ConfigError: The model has no MoE layers, a router is not called ``gate`` or ``router``, or a router sets the
-            scores of experts to 0 before it chooses.
+            scores of experts to 0 before it chooses. Raised in a forward if a layer runs a second time in it.
 
     Cost: each router computes its own choice too.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        found = experts_of("RoutingReplay", model)
         self._layers = [
             _Layer(self, number, *_router_beside(model, name), experts)
-            for number, (name, experts) in enumerate(experts_of("RoutingReplay", model).items())
+            for number, (name, experts) in enumerate(found.items())
         ]
+        owners = dict.fromkeys(owner for name in found if (owner := module_with_mask(model, name)) is not None)
+        self._hooks = [owner.register_forward_pre_hook(self._begin) for owner in owners]
+        # Layers that have run in the forward. Without a module that begins forwards, nobody can tell two apart.
+        self.ran: set[int] | None = set() if owners else None
 
     @contextmanager
     def micro_batch(self, cut: Cut) -> Iterator[None]:
@@ -70,8 +75,14 @@ class RoutingReplay:
 
     def close(self) -> None:
         """Let the routers choose on their own again."""
+        for hook in self._hooks:
+            hook.remove()
         for layer in self._layers:
             layer.close()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if self.ran is not None:
+            self.ran.clear()
 
 
 @final
@@ -98,6 +109,14 @@ class _Layer:
                 f"RoutingReplay: forward() of {self._name} was called outside `with replay.micro_batch(...)`. Wrap the "
                 "forward in it, checkpoint layers with transformers' switch, or call replay.close()."
             )
+        if self._replay.ran is not None and torch._C._current_graph_task_id() == -1:  # else a recomputation
+            if self._number in self._replay.ran:
+                raise ConfigError(
+                    f"RoutingReplay: {self._name} must run once in a forward, got a second run. A table has one entry "
+                    "for each layer and position, so a model that repeats its layers cannot replay one. Call replayed "
+                    "in a block of your own."
+                )
+            self._replay.ran.add(self._number)
         self._choice = _Choice(cut, self._number)
         self._choice.__enter__()  # type: ignore[no-untyped-call]
 
