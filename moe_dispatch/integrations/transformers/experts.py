@@ -16,7 +16,13 @@ from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError, StateError
-from moe_dispatch.integrations.slot_experts import has_spare_slots, own_weights, run_layer, view_of
+from moe_dispatch.integrations.slot_experts import (
+    has_spare_slots,
+    own_weights,
+    run_layer,
+    stacked_weights,
+    view_of,
+)
 from moe_dispatch.integrations.transformers.batch_slice import BatchSlice
 from moe_dispatch.integrations.transformers.forwards import plan_in_force, recorded_as_batch
 from moe_dispatch.integrations.transformers.model_config import check_agreement, shape_said
@@ -122,7 +128,7 @@ class ExpertsFunction:
         _check_held_experts(experts, self.dispatcher.config, self.ranks.size, held=held)
         local = total // self.ranks.size
         own = slice(self.ranks.rank * local, (self.ranks.rank + 1) * local)
-        weights = {name: weight[own] for name, weight in experts.named_parameters(recurse=False)}
+        weights = {name: weight[own] for name, weight in stacked_weights(experts).items()}
         return view_of(experts, weights, num_experts=local)
 
 
@@ -167,8 +173,9 @@ def _through(
     """
     config = dispatcher.config
     own = own_weights("moe_dispatch experts", experts) if has_spare_slots(config) else {}
-    if config.chunk_recompute:  # transformers puts local tensors in the place of DTensors, but not in the backward
-        experts = view_of(experts, {})
+    if config.chunk_recompute:
+        # transformers puts local tensors in the place of DTensors, and PEFT adds adapters, but not in the backward.
+        experts = view_of(experts, stacked_weights(experts))
 
     def run(part: Dispatched, *weights: Tensor) -> Tensor:
         if weights:

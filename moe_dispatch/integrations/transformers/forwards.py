@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
-from moe_dispatch.errors import LayoutError, StateError
+from moe_dispatch.errors import ConfigError, LayoutError, StateError
 from moe_dispatch.integrations.transformers.batch_slice import BatchSlice
 from moe_dispatch.layouts import Layout, Masked, Rows
 from moe_dispatch.replay import Cut
@@ -51,6 +51,7 @@ _PLANS: ContextVar[_Plans] = ContextVar("moe_dispatch_plans", default=())
 _Cuts = tuple[tuple[object, Cut], ...]
 _CUTS: ContextVar[_Cuts] = ContextVar("moe_dispatch_cuts", default=())
 
+WRAPPED = "base_layer"  # PEFT's name of a module inside an adapter
 # Attributes that hold a checkpointing function: in transformers' layers, and in torch's CheckpointWrapper.
 _CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
@@ -115,13 +116,17 @@ class PlanBeforeForward:
         parameters: Names of the parameters of the module's forward, in order.
         dispatcher: Dispatcher of one of its experts modules; all of them share one channel.
         slices: Slices of the batch, of which this rank sends one.
+        sharded: The modules whose weights transformers has sharded, each with its parent and its name there.
     """
 
     parameters: tuple[str, ...]
     dispatcher: Dispatcher
     slices: BatchSlice
+    sharded: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for parent, name, experts in self.sharded:
+            check_unwrapped(parent, name, experts)
         call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         positions = _positions_of(call)
         batch, length = positions.shape[:2]
@@ -134,6 +139,17 @@ class PlanBeforeForward:
             keep_in_checkpoints(module)
         forward = RunningForward(module=module, plan=plan, layout=layout, shape=(batch, length))
         _PLANS.set((*_PLANS.get(), forward))
+
+
+def check_unwrapped(parent: nn.Module, name: str, experts: nn.Module) -> None:
+    """Raise ConfigError if an adapter stands around experts with sharded weights."""
+    wrapper = parent if name == WRAPPED else getattr(parent, name)
+    if hasattr(wrapper, WRAPPED):
+        raise ConfigError(
+            f"attach: experts that DistributedConfig has sharded cannot have adapters, got {type(experts).__name__} "
+            f"inside of {type(wrapper).__name__}. LoRA on stacked experts needs whole weights: leave ep_size out, and "
+            "wire them by register(config, group=...) and set_experts_implementation."
+        )
 
 
 def end_plan(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

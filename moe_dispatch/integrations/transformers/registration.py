@@ -16,7 +16,7 @@ from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError, IntegrationError
 from moe_dispatch.integrations.checks import check_version, refuse_quantised_rows
 from moe_dispatch.integrations.transformers.experts import WIRED, ExpertParallel, ExpertsFunction
-from moe_dispatch.integrations.transformers.forwards import PlanBeforeForward, end_plan
+from moe_dispatch.integrations.transformers.forwards import PlanBeforeForward, check_unwrapped, end_plan
 
 
 @final
@@ -78,7 +78,8 @@ def attach(model: nn.Module) -> None:
     errors, metrics and traces show.
 
     Raises:
-        ConfigError: The model has no MoE layers, none of them is wired, or no module around them takes the mask.
+        ConfigError: The model has no MoE layers, none of them is wired, or no module around them takes the mask. Or an
+            adapter stands around experts with sharded weights; this is also raised in a forward.
     """
     for name, (experts, wiring) in _wired_experts(model).items():
         wiring.give_name(experts, name)
@@ -88,12 +89,19 @@ def attach(model: nn.Module) -> None:
                 "attach: a module around the experts must take attention_mask and inputs_embeds, got "
                 f"{type(model).__name__} without such a module. Pass the whole model to attach."
             )
-        if not any(isinstance(hook, PlanBeforeForward) for hook in owner._forward_pre_hooks.values()):
+        before = next((hook for hook in owner._forward_pre_hooks.values() if isinstance(hook, PlanBeforeForward)), None)
+        if before is None:
             parameters = tuple(inspect.signature(owner.forward).parameters)
             dispatcher = wiring.dispatcher_of(experts)
             before = PlanBeforeForward(parameters=parameters, dispatcher=dispatcher, slices=wiring.slices)
             owner.register_forward_pre_hook(before, with_kwargs=True)
             owner.register_forward_hook(end_plan, always_call=True)
+        if isinstance(wiring, ExpertParallel):
+            path, _, last = name.rpartition(".")
+            place = (model.get_submodule(path), last, experts)
+            check_unwrapped(*place)
+            if place not in before.sharded:
+                before.sharded.append(place)
 
 
 def dispatchers_of(model: nn.Module) -> dict[str, Dispatcher]:

@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moe_dispatch.errors import ConfigError, StateError
-from moe_dispatch.integrations.transformers.forwards import cut_for_forwards, cut_in_force, keep_in_checkpoints
+from moe_dispatch.integrations.transformers.forwards import (
+    WRAPPED,
+    cut_for_forwards,
+    cut_in_force,
+    keep_in_checkpoints,
+)
 from moe_dispatch.integrations.transformers.registration import experts_of, module_with_mask, wiring_of
 from moe_dispatch.replay import Cut, replayed
 from moe_dispatch.replay.entries import NOWHERE, UNKNOWN
@@ -180,6 +185,8 @@ class _Choice(TorchFunctionMode):
 
 def _router_beside(model: nn.Module, experts: str) -> tuple[str, nn.Module]:
     """Return the router that belongs to an experts module, and its path."""
+    while experts.endswith(f".{WRAPPED}"):  # an adapter stands around the experts
+        experts = experts.removesuffix(f".{WRAPPED}")
     path = experts.rpartition(".")[0]
     owner = model.get_submodule(path)
     found = [(name, module) for name, module in owner.named_children() if name in _ROUTERS]

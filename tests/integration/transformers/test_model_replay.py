@@ -31,7 +31,15 @@ from tests.integration.transformers.replaying import (
     on_two_ranks,
     replay_losses,
 )
-from tests.integration.transformers.wiring import gradients, largest_error, loss_of, registered, targets, wire
+from tests.integration.transformers.wiring import (
+    gradients,
+    largest_error,
+    loss_of,
+    registered,
+    targets,
+    wire,
+    with_lora,
+)
 
 FAMILY = "qwen3_moe"
 
@@ -214,6 +222,13 @@ def test_a_layer_without_a_router_of_a_known_name_is_refused() -> None:
         match=r"layers\.0\.mlp \(Qwen3MoeSparse.*\) must hold one module called gate or router, got experts",
     ):
         RoutingReplay(model)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_routers_beside_adapted_experts_are_found() -> None:
+    model, table = with_lora(double(FAMILY)), draw_table(LAYERS)
+    replay_losses(model, table, TWO)
+    table.check_used([name for number in TWO for name in names_of(number)])
 
 
 def test_a_model_without_experts_is_refused() -> None:

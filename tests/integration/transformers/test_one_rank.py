@@ -23,6 +23,7 @@ from tests.integration.transformers.wiring import (
     targets,
     unsharded,
     wire,
+    with_lora,
 )
 
 FAMILY = "qwen3_moe"
@@ -117,6 +118,17 @@ def test_experts_with_biases_in_buffers_of_fixed_size(implementation: str, mesh:
         loss_of(model, batch, targets(LEFT)).backward()
         assert all(parameter.grad is not None for name, parameter in model.named_parameters() if ".experts." in name)
     assert largest_error(gradients(model), unsharded("gpt_oss", (LEFT,))[1]) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_adapters_on_sharded_experts_are_refused(mesh: DeviceMesh) -> None:
+    told = r"sharded cannot have adapters, got Qwen3MoeExperts inside of ParamWrapper\. .* register\(config, group="
+    model = with_lora(ready(FAMILY, mesh, name="adapters"))
+    with pytest.raises(ConfigError, match=told):
+        loss_of(model, LEFT, 1)
+    model = with_lora(wire(build(FAMILY), mesh, "adapters"))
+    with pytest.raises(ConfigError, match=told):
+        attach(model)
 
 
 def test_a_loop_over_experts_is_refused_in_graph_safe_mode(mesh: DeviceMesh) -> None:
