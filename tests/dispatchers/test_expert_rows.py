@@ -134,7 +134,7 @@ def test_both_on_ranks_of_which_some_have_no_rows(kind: str, helper: Callable[..
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_grouped_mm_reads_nothing_on_the_host_in_graph_safe_mode(dtype: torch.dtype) -> None:
     up, down = random_matrices(16, 8, dtype)
-    dispatcher = build_dispatcher(small_config("local", **MODES["graph-safe"]))
+    dispatcher = build_dispatcher(small_config("local", **MODES["graph-safe, padded"]))
     x, routing = random_rows(9, dtype=dtype).requires_grad_(), routed("all experts")
     with refuse_host_syncs():
         sent = dispatcher.dispatch(x, routing)
@@ -144,7 +144,7 @@ def test_grouped_mm_reads_nothing_on_the_host_in_graph_safe_mode(dtype: torch.dt
 
 
 def test_grouped_mm_has_no_shape_that_depends_on_values() -> None:
-    dispatcher = build_dispatcher(small_config("local", permutation="torch", **MODES["graph-safe"]))
+    dispatcher = build_dispatcher(small_config("local", permutation="torch", **MODES["graph-safe, padded"]))
 
     def layer(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
         sent = dispatcher.dispatch(x, Routing(ids, weights))

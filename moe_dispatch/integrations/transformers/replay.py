@@ -54,10 +54,10 @@ class RoutingReplay:
             _Layer(self, number, *_router_beside(model, name), experts)
             for number, (name, experts) in enumerate(found.items())
         ]
+        self.ran: set[int] | None = None  # the layers that have run, inside of a forward of the module that holds them
         owners = dict.fromkeys(owner for name in found if (owner := module_with_mask(model, name)) is not None)
         self._hooks = [owner.register_forward_pre_hook(self._begin) for owner in owners]
-        # Layers that have run in the forward. Without a module that begins forwards, nobody can tell two apart.
-        self.ran: set[int] | None = set() if owners else None
+        self._hooks += [owner.register_forward_hook(self._end, always_call=True) for owner in owners]
 
     @contextmanager
     def micro_batch(self, cut: Cut) -> Iterator[None]:
@@ -86,8 +86,10 @@ class RoutingReplay:
             layer.close()
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        if self.ran is not None:
-            self.ran.clear()
+        self.ran = set()
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.ran = None
 
 
 @final
@@ -114,14 +116,15 @@ class _Layer:
                 f"RoutingReplay: forward() of {self._name} was called outside `with replay.micro_batch(...)`. Wrap the "
                 "forward in it, checkpoint layers with transformers' switch, or call replay.close()."
             )
-        if self._replay.ran is not None and torch._C._current_graph_task_id() == -1:  # else a recomputation
-            if self._number in self._replay.ran:
+        ran = self._replay.ran
+        if ran is not None and torch._C._current_graph_task_id() == -1:  # else a backward recomputes the layer
+            if self._number in ran:
                 raise ConfigError(
                     f"RoutingReplay: {self._name} must run once in a forward, got a second run. A table has one entry "
                     "for each layer and position, so a model that repeats its layers cannot replay one. Call replayed "
                     "in a block of your own."
                 )
-            self._replay.ran.add(self._number)
+            ran.add(self._number)
         self._choice = _Choice(cut, self._number)
         self._choice.__enter__()  # type: ignore[no-untyped-call]
 
