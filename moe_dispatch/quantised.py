@@ -17,7 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_dispatch._expert_rows import ALIGNED_BYTES, contiguous_gradient, grouped_mm
+from moe_dispatch._expert_rows import (
+    ALIGNED_BYTES,
+    contiguous_gradient,
+    experts_of_rows,
+    grouped_mm,
+    matrix_gradient,
+)
 from moe_dispatch._quantisation import RECIPES, Quantised, quantise, quantised_form, widen
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.permutation.index import round_up
@@ -232,18 +238,17 @@ def deep_gemm_layout(sent: Dispatched, *, psum: bool = False) -> Tensor:
 
     Cost: no host sync.
     """
-    real = sent.offs - sent.tokens_per_expert.int() + sent.real_tokens_per_expert.int()
+    offs, padding = sent.offs, sent._padding
     if psum:
         if sent.pad_multiple != DEEP_GEMM_ROWS:
             raise InputError(
                 f"deep_gemm_layout: psum needs pad_multiple={DEEP_GEMM_ROWS}, the alignment of DeepGEMM, got "
                 f"{sent.pad_multiple}. Use psum=False."
             )
-        return real
-    rows_R = torch.arange(sent.edge.shape[0], dtype=torch.int32, device=real.device)
-    expert_R = torch.searchsorted(sent.offs, rows_R, right=True)
-    end_R = F.pad(real, (0, 1)).index_select(0, expert_R)  # 0 behind the last expert
-    return torch.where(rows_R < end_R, expert_R, -1).int()
+        assert padding is not None
+        return offs - padding.int()
+    expert_R = experts_of_rows(offs, padding, sent.edge.shape[0])
+    return torch.where(expert_R < offs.shape[0], expert_R, -1).int()
 
 
 def grouped_gemm(sent: Dispatched, weights: Tensor, forward: Callable[[Dispatched, Tensor], Tensor]) -> Tensor:
@@ -278,7 +283,7 @@ class _Gemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, edge: Tensor, weights: Tensor, sent: Dispatched, forward: Callable[..., Tensor]) -> Tensor:
         assert sent.quantised is not None
-        ctx.dtype, ctx.offs = edge.dtype, sent.offs
+        ctx.dtype, ctx.offs, ctx.padding = edge.dtype, sent.offs, sent._padding
         ctx.save_for_backward(sent.quantised.values, sent.quantised.scales, weights)
         # This copy does not share ``rows``, which may outlive their use: they take twice the memory of values.
         return forward(replace(sent, quantised=replace(sent.quantised)), weights)
@@ -296,7 +301,7 @@ class _Gemm(torch.autograd.Function):
             rows = widen(Quantised(values, scales), weights.dtype)
             width = grad.shape[1]
             grad = F.pad(grad, (0, -width % (ALIGNED_BYTES // grad.element_size()))).contiguous()
-            grad_weights = F.grouped_mm(rows.t(), grad, offs=ctx.offs)[:, :, :width]
+            grad_weights = matrix_gradient(rows, grad, ctx.offs, ctx.padding)[:, :, :width]
         return grad_rows, grad_weights, None, None
 
 

@@ -318,7 +318,10 @@ class Dispatched:
             InputError: The shape or the dtype of ``rows`` or ``weights`` does not fit.
 
         Cost: that of ``torch.nn.functional.grouped_mm``, without another host sync. If a row of D or H columns is not a
-        multiple of 16 bytes, both operands are copied with padding. float64 takes L products of all rows.
+        multiple of 16 bytes, both operands are copied with padding. float64 takes L products of all rows. With a
+        ``pad_multiple`` above 1, the backward copies ``rows`` and the gradient of the result, with zeros on padding,
+        and frees the copies at once; with ``weights`` that need no gradient it does not. A compiled region copies
+        ``rows`` and the result in the forward.
         """
         device = rows.device.type
         # torch 2.10 cannot compile the question whether a kind of device has autocast.
@@ -336,7 +339,7 @@ class Dispatched:
                 f"in the same dtype, got {rows.dtype} {tuple(rows.shape)} and {weights.dtype} {tuple(weights.shape)}."
                 f"{self._slots_advice}"
             )
-        return grouped_mm(rows, weights, self.offs)
+        return grouped_mm(rows, weights, self.offs, self._padding)
 
     def per_expert(self, functions: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
         """Apply a function to each expert's rows, and put the results together.
@@ -367,6 +370,11 @@ class Dispatched:
         else:
             parts = self.rows.split(self.tokens_per_expert_list)
         return torch.cat([function(rows) for function, rows in zip(applied, parts, strict=True)])
+
+    @property
+    def _padding(self) -> Tensor | None:
+        """The number of padding rows of each expert, int64 (L,); None if there are none."""
+        return None if self.pad_multiple == 1 else self.tokens_per_expert - self.real_tokens_per_expert
 
     @property
     def _slots_advice(self) -> str:
