@@ -570,6 +570,8 @@ class Backend(ABC):
     ) -> Any:
         """Start ``dispatch``, and return what ``finish`` needs. A backend without overlap does all of it here.
 
+        Called for ``async_op=True``, and for every dispatch if ``Constraints.exchanges_counts``.
+
         Args:
             rows_TD: As in ``dispatch``.
             ids_TK: As in ``dispatch``.

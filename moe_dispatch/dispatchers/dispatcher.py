@@ -256,6 +256,7 @@ class Dispatcher(nn.Module):
                         table=lease.table,
                         recorded=recorded,
                         lease=lease,
+                        async_op=async_op,
                     )
                     if routing.drift is not None:
                         channel.meter.record_drift(self.name, routing.drift)

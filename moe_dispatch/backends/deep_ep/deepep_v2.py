@@ -133,7 +133,7 @@ def _refuse_recomputation() -> None:
 class ElasticDeepEP(DeepEP):
     """``deepep`` over v2 and V2.5. Its buffers are made for the largest number of rows of any rank.
 
-    In V2.5, a dispatch defers its epilogue. The host then does not wait for the counts before the caller wants the
+    In V2.5, a dispatch with ``async_op=True`` defers its epilogue. The host then does not wait for the counts before the caller wants the
     rows. Every call writes into the buffer from which an epilogue reads, so a deferred epilogue runs before the next
     call at the latest.
 
@@ -188,7 +188,7 @@ class ElasticDeepEP(DeepEP):
             ) from error
 
     def send(
-        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, worst_rows: int | None
+        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, worst_rows: int | None, *, overlaps: bool
     ) -> Callable[[], RankMajorRows | Arrived]:
         """Send rows as the base class says.
 
@@ -197,7 +197,8 @@ class ElasticDeepEP(DeepEP):
         """
         if not self._deterministic:
             _refuse_recomputation()
-        buffer, place, deferred, defers = self.buffer(), self.place, self._deferred, self._is_v25
+        buffer, place, deferred, defers = self.buffer(), self.place, self._deferred, overlaps and self._is_v25
+        on_its_stream = overlaps and self._on_its_stream
         with self._calling():
             try:
                 result = buffer.dispatch(
@@ -208,9 +209,9 @@ class ElasticDeepEP(DeepEP):
                     num_experts=self.context.shape.num_experts,
                     num_max_tokens_per_rank=self.rows,
                     num_sms=self._num_sms,
-                    previous_event=buffer.capture() if self._on_its_stream else None,
-                    async_with_compute_stream=True,
-                    allocate_on_comm_stream=self._on_its_stream,
+                    previous_event=buffer.capture() if on_its_stream else None,
+                    async_with_compute_stream=overlaps,
+                    allocate_on_comm_stream=on_its_stream,
                     do_cpu_sync=worst_rows is None,
                     **self._expansion,
                     **({"defer_epilogue": True} if defers else {}),
@@ -229,7 +230,7 @@ class ElasticDeepEP(DeepEP):
             deferred.clear()
 
         def arrived() -> RankMajorRows | Arrived:
-            if not defers or not values:
+            if overlaps and not (defers and values):
                 self.buffer(place)  # refuses if the buffer is closed
                 epilogue()
             received, ids_SK, weights, raw = values

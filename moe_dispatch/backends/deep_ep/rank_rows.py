@@ -67,9 +67,9 @@ class DeepEP(LibraryBackend):
 
     @abstractmethod
     def send(
-        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, worst_rows: int | None
+        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, worst_rows: int | None, *, overlaps: bool
     ) -> Callable[[], RankMajorRows | Arrived]:
-        """Send each row once to each rank that owns at least one of its experts. Return before they have arrived.
+        """Send each row once to each rank that owns at least one of its experts.
 
         Args:
             payload: The rows, (T, D).
@@ -78,6 +78,9 @@ class DeepEP(LibraryBackend):
             worst_rows: Largest number of rows that all ranks together can send to one rank. The result then has S =
                 ``worst_rows``, however many rows arrive, and the host waits for no count. None: the host reads the
                 number of rows that arrive, which is S.
+            overlaps: Whether to return before the rows have arrived. The library then keeps memory of the call from
+                reuse until its streams have passed, and in the capture of a CUDA graph until the capture ends. If
+                False, the current stream itself waits for the rows.
 
         Returns:
             A function that makes the current stream wait for the payload, and returns the rows. It is called once. If
@@ -103,18 +106,20 @@ class DeepEP(LibraryBackend):
 
     @final
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        return self.finish(self.start(rows_TD, ids_TK, weights_TK, sizes))
+        return self.finish(self._send(rows_TD, ids_TK, weights_TK, sizes, overlaps=False))
 
     @final
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
     ) -> _Sent:
+        return self._send(rows_TD, ids_TK, weights_TK, sizes, overlaps=True)
+
+    def _send(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, *, overlaps: bool) -> _Sent:
         shape, most_rows = self.context.shape, self.context.most_rows
         # In graph-safe mode: as many rows as all ranks together can send. In eager mode the library counts them.
         worst_rows = shape.ep_size * most_rows if shape.graph_safe and most_rows is not None else None
-        arriving = self.send(
-            pack(rows_TD, shape.wire_dtype), ids_TK.contiguous(), weights_TK.float().contiguous(), worst_rows
-        )
+        payload, weights32_TK = pack(rows_TD, shape.wire_dtype), weights_TK.float().contiguous()
+        arriving = self.send(payload, ids_TK.contiguous(), weights32_TK, worst_rows, overlaps=overlaps)
         return arriving, rows_TD.dtype, weights_TK.dtype, sizes.capacity
 
     @final
