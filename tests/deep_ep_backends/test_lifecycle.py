@@ -267,6 +267,21 @@ def _buffer_class(backend: dict[str, Any]) -> Any:
     return getattr(module, "EPBuffer", None) or module.ElasticBuffer
 
 
+def test_no_kernel_reads_memory_of_a_handle_that_is_gone() -> None:
+    """HybridEP 34152ae keeps a number in pinned memory of its handle, which torch reuses while kernels read it."""
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config({**HYBRID, "emulate": "hybridep-34152ae"}), group)
+        for _ in range(2):
+            x = torch.ones(4, 256, requires_grad=True)
+            sent = dispatcher.dispatch(x, random_routing(4, 0))
+            dispatcher.combine(sent.rows, sent).sum().backward()
+            del sent
+        dispatcher.close()
+
+    on_ranks(body, 2)
+
+
 @pytest.mark.parametrize("backend", [{**HYBRID, "emulate": "hybridep-34152ae"}, HYBRID, RAGGED], ids=str)
 def test_buffers_of_one_process_share_their_kernels(backend: dict[str, Any], monkeypatch: Patch) -> None:
     """A new dispatcher is a new buffer, whose kernels would be compiled again, at 8 s each."""

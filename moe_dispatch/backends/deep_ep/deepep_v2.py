@@ -133,9 +133,9 @@ def _refuse_recomputation() -> None:
 class ElasticDeepEP(DeepEP):
     """``deepep`` over v2 and V2.5. Its buffers are made for the largest number of rows of any rank.
 
-    In V2.5, a dispatch with ``async_op=True`` defers its epilogue. The host then does not wait for the counts before the caller wants the
-    rows. Every call writes into the buffer from which an epilogue reads, so a deferred epilogue runs before the next
-    call at the latest.
+    In V2.5, a dispatch with ``async_op=True`` defers its epilogue. The host then does not wait for the counts before the
+    caller wants the rows. Every call writes into the buffer from which an epilogue reads, so a deferred epilogue runs
+    before the next call at the latest.
 
     Cost of ``send``: one host sync, for the counts; none in graph-safe mode.
     """
