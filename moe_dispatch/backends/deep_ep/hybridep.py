@@ -294,8 +294,8 @@ def _given(rows: Payload) -> dict[str, Tensor]:
 def _on_device(part: Any, rows_TD: Tensor) -> Any:
     """Return a part of a handle. Copy it to the device of the rows if it is a tensor of the host.
 
-    Before 17cfb81 the handle of a dispatch with a host sync has one, which the kernels of combine and of backwards read.
-    Torch reuses pinned memory as soon as the handle is gone, but memory of a device only after these kernels.
+    Before 17cfb81 the handle of a dispatch with a host sync has one, and kernels of combine and of backwards read it.
+    Torch reuses pinned memory as soon as the handle is gone, but memory of the device only after these kernels.
     """
     if not isinstance(part, Tensor) or not part.is_cpu:
         return part
