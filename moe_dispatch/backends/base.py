@@ -304,6 +304,7 @@ class BackendContext:
         needs: Constraints of the backend, after the overrides of the config.
         permutation_name: Name of the configured one-rank reorder.
         workspace: Memory that calls reuse.
+        debug: Whether each call checks what it can, at the cost of host syncs.
         permutations: The reorder itself, by type of tensor and of device. ``permutation_of`` looks it up for a tensor.
     """
 
@@ -312,6 +313,7 @@ class BackendContext:
     needs: Constraints = field(default_factory=Constraints)
     permutation_name: PermutationName = "auto"
     workspace: Workspace = field(default_factory=Workspace)
+    debug: bool = False
     permutations: Permutations = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -501,7 +501,7 @@ class _HybridBuffer:
         grew = f"this handle was created against buffer generation {made}, but the current generation is {now}"
         require(self.release not in _RAGGED or made == now, f"{grew}. Redo the dispatch without a handle")
         self._require_counts()
-        if getattr(count, "is_pinned_count", False):
+        if isinstance(count, Tensor) and getattr(count, "is_pinned_count", False):
             self._counts_in_use.append(weakref.ref(count))
         return config
 

@@ -265,7 +265,7 @@ def test_an_estimate_without_a_bandwidth_names_num_sms(backend: dict[str, Any], 
 def test_a_suspicious_estimate_warns(
     num_sms: int, warns: bool, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without ``nvidia-smi nvlink -s`` the library takes the speed of NVLink for 0, and its least number of SMs or all."""
+    """Without ``nvidia-smi nvlink -s`` the library takes its least number of SMs, or all."""
     library.warn_once.cache_clear()
     monkeypatch.setattr(_buffer_class(V25), "get_theoretical_num_sms", lambda self, *sizes: num_sms)
     with caplog.at_level(logging.WARNING, logger="moe_dispatch"):

@@ -259,6 +259,38 @@ def test_only_async_op_leaves_the_wait_to_an_event(backend: dict[str, Any], monk
     assert sorted(calls) == [False] * 4 + [True] * 2
 
 
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("backend", [V1, V2, {**V25, "expand": True}], ids=["v1", "v2", "v2.5 expanded"])
+def test_a_list_of_counts_that_differs_from_the_rows_is_refused(
+    backend: dict[str, Any], debug: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows would reach wrong experts. Without ``debug``, the first rows of a channel are compared."""
+    cls, is_wrong = rank_major_class(emulated_deep_ep(backend["emulate"])), [not debug]
+    original = cls.dispatch
+
+    @functools.wraps(original)
+    def listing(self: Any, *args: Any, **given: Any) -> Any:
+        result = original(self, *args, **given)
+        counts = next((part for part in result if isinstance(part, list)), None)
+        counts = result[3].num_recv_tokens_per_expert_list if counts is None else counts
+        if is_wrong[0]:
+            counts.reverse()
+        return result
+
+    def body(group: Group) -> None:
+        dispatcher, x = build_dispatcher(config(backend, debug=debug), group), torch.ones(3, 256)
+        routing = Routing(torch.tensor([[0, 5]] * 3), torch.ones(3, 2))
+        if debug:
+            identity(dispatcher, 3)
+            is_wrong[0] = True
+        with pytest.raises(StateError, match="must list the rows that each expert gets, got the list"):
+            dispatcher.dispatch(x, routing)
+        dispatcher.close()
+
+    monkeypatch.setattr(cls, "dispatch", listing)
+    on_ranks(body, 2)
+
+
 def test_ids_may_change_after_a_dispatch_of_v25() -> None:
     """A handle of V2.5 keeps the ids themselves, and refuses them after a change in place."""
 

@@ -133,7 +133,7 @@ def test_a_group_of_nccl_exchanges_on_the_device_that_it_is_bound_to() -> None:
     """Without ``torch.cuda.set_device`` the current device is cuda:0 on every rank."""
     store = HashStore()
     group = dist.ProcessGroup(store, 0, 1)
-    backend = dist.ProcessGroupGloo(store, 0, 1)  # type: ignore[call-arg, arg-type]
+    backend = dist.ProcessGroupGloo(store, 0, 1)  # type: ignore[call-arg]
     group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.GLOO, backend)
     assert control_device(group) == torch.device("cuda")
     group.bound_device_id = torch.device("cuda:3")

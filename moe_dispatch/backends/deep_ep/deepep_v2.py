@@ -37,7 +37,7 @@ _MOST_RANKS, _MOST_EXPERTS = 1024, 2048
 _MOST_LOCAL_EXPERTS = {"v2": 256, "v2.5": 512}
 _V25_NEEDS = {"torch": (2, 10), "NCCL": (2, 32, 3)}
 _V25_NVCC = (13, 1)
-# Without the speed of NVLink, the library takes the fewest multiprocessors that it can, or since ff924ed all of the GPU.
+# Without the speed of NVLink, the library takes the fewest multiprocessors that it can, or since ff924ed all of them.
 _FEWEST_SMS, _PLAUSIBLE_SMS = 4, range(5, 65)
 # The library reads it whenever it makes a buffer.
 _gin_is_off = environment_switch("EP_DISABLE_GIN")
@@ -134,8 +134,8 @@ class ElasticDeepEP(DeepEP):
     """``deepep`` over v2 and V2.5. Its buffers are made for the largest number of rows of any rank.
 
     In V2.5, a dispatch with ``async_op=True`` defers its epilogue. The host then does not wait for the counts before
-    the caller wants the rows. Every call writes into the buffer from which an epilogue reads, so a deferred epilogue runs
-    before the next call at the latest.
+    the caller wants the rows. Every call writes into the buffer from which an epilogue reads, so a deferred epilogue
+    runs before the next call at the latest.
 
     Cost of ``send``: one host sync, for the counts; none in graph-safe mode.
     """
@@ -268,6 +268,8 @@ class ElasticDeepEP(DeepEP):
         shape, raw = self.context.shape, handle.raw
         real_L = raw.num_unaligned_recv_tokens_per_expert.long()
         padded_L = real_L + -real_L % shape.pad_multiple
+        if not shape.graph_safe:
+            self.require_counts(raw.num_recv_tokens_per_expert_list, lambda: padded_L)
         route = ExpertMajorRoute(
             shape=shape,
             spread=partial(self.send_again, handle=handle),
