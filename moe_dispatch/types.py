@@ -294,7 +294,16 @@ class Dispatched:
         """The end of each expert's rows: inclusive sums of ``tokens_per_expert``, int32 (L,).
 
         ``torch._grouped_mm`` takes them as ``offs``.
+
+        Raises:
+            InputError: This rank has more rows than int32 counts. In graph-safe mode, building the dispatcher raises.
         """
+        most, rows = torch.iinfo(torch.int32).max, sum(self.host_counts or ())
+        if rows > most:
+            raise InputError(
+                f"Dispatched.offs: a rank must have at most {most} rows, because offs is int32, got {rows}. Use "
+                "tokens_per_expert, or set chunk_tokens."
+            )
         return self.tokens_per_expert.cumsum(0, dtype=torch.int32)
 
     @property
