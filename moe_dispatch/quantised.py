@@ -90,16 +90,17 @@ def te_grouped_tensor(sent: Dispatched) -> Tensor:
         (R, D) in the model's dtype. Nothing is copied.
 
     Raises:
-        InputError: The rows are not quantised as "mxfp8", or not padded to 128.
+        InputError: The rows are not quantised as "mxfp8", not padded to 128, or D is no multiple of 128.
 
     Source: transformer-engine main of 2026-08 (d0067d0), pytorch/tensor/grouped_tensor.py; **not run**.
     """
+    rows = _rows(sent, "te_grouped_tensor", ("mxfp8",), multiple=128)
+    counts, hidden = rows.tokens_per_expert, rows.values.shape[1]
+    if hidden % 128:
+        raise InputError(f"te_grouped_tensor: hidden_size must be a multiple of 128, got {hidden}.")
     import transformer_engine_torch as tex  # noqa: PLC0415 - optional
     from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor  # noqa: PLC0415
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer  # noqa: PLC0415
-
-    rows = _rows(sent, "te_grouped_tensor", ("mxfp8",), multiple=128)
-    counts = rows.tokens_per_expert
 
     def make() -> Tensor:
         made: Tensor = GroupedTensor(
@@ -110,7 +111,7 @@ def te_grouped_tensor(sent: Dispatched) -> Tensor:
             data=rows.values.view(torch.uint8).view(-1),
             scale_inv=rows.scales.view(torch.uint8).view(-1),
             first_dims=counts,
-            tensor_offsets=F.pad((counts * rows.values.shape[1]).cumsum(0), (1, 0)),
+            tensor_offsets=F.pad((counts * hidden).cumsum(0), (1, 0)),
             with_gemm_swizzled_scales=False,
         )
         return made

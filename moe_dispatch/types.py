@@ -294,7 +294,16 @@ class Dispatched:
         """The end of each expert's rows: inclusive sums of ``tokens_per_expert``, int32 (L,).
 
         ``torch._grouped_mm`` takes them as ``offs``.
+
+        Raises:
+            InputError: This rank has more rows than int32 counts. In graph-safe mode, building the dispatcher raises.
         """
+        most, rows = torch.iinfo(torch.int32).max, sum(self.host_counts or ())
+        if rows > most:
+            raise InputError(
+                f"Dispatched.offs: a rank must have at most {most} rows, because offs is int32, got {rows}. Use "
+                "tokens_per_expert, or set chunk_tokens."
+            )
         return self.tokens_per_expert.cumsum(0, dtype=torch.int32)
 
     @property
@@ -323,6 +332,9 @@ class Dispatched:
         and frees the copies at once; with ``weights`` that need no gradient it does not. A compiled region copies
         ``rows`` and the result in the forward.
         """
+        if not (isinstance(rows, Tensor) and isinstance(weights, Tensor)):
+            got = f"{type(rows).__name__} and {type(weights).__name__}"
+            raise InputError(f"Dispatched.grouped_mm: pass tensors, grouped_mm(sent.rows, weights), got {got}.")
         device = rows.device.type
         # torch 2.10 cannot compile the question whether a kind of device has autocast.
         has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
@@ -337,7 +349,7 @@ class Dispatched:
             raise InputError(
                 f"Dispatched.grouped_mm: rows must be floating (R={num_rows}, D) and weights (L={num_experts}, D, H) "
                 f"in the same dtype, got {rows.dtype} {tuple(rows.shape)} and {weights.dtype} {tuple(weights.shape)}."
-                f"{self._slots_advice}"
+                f"{self._slots_advice}{_matrices_advice(rows, weights, num_experts)}"
             )
         return grouped_mm(rows, weights, self.offs, self._padding)
 
@@ -358,7 +370,13 @@ class Dispatched:
         Cost: that of ``tokens_per_expert_list``. In a compiled region an operator copies the rows and reads the counts
         on the host.
         """
-        applied, num_experts = list(functions), self.tokens_per_expert.shape[0]
+        num_experts = self.tokens_per_expert.shape[0]
+        if not isinstance(functions, Iterable):
+            raise InputError(
+                f"Dispatched.per_expert: pass one function for each of {num_experts} experts, as an nn.ModuleList or a "
+                f"list, got one {type(functions).__name__}."
+            )
+        applied = list(functions)
         if len(applied) != num_experts:
             raise InputError(
                 f"Dispatched.per_expert: got {len(applied)} functions for {num_experts} experts.{self._slots_advice}"
@@ -369,7 +387,10 @@ class Dispatched:
             parts = split(self.rows, self.tokens_per_expert)
         else:
             parts = self.rows.split(self.tokens_per_expert_list)
-        return torch.cat([function(rows) for function, rows in zip(applied, parts, strict=True)])
+        outputs = [function(rows) for function, rows in zip(applied, parts, strict=True)]
+        if others := {type(output).__name__ for output in outputs if not isinstance(output, Tensor)}:
+            raise InputError(f"Dispatched.per_expert: functions must return tensors, got {', '.join(sorted(others))}.")
+        return torch.cat(outputs)
 
     @property
     def _padding(self) -> Tensor | None:
@@ -383,6 +404,19 @@ class Dispatched:
     def wait(self) -> Dispatched:
         """Return this value, so that code for ``async_op=True`` also runs with ``async_op=False``."""
         return self
+
+
+def _matrices_advice(rows: Tensor, weights: Tensor, num_experts: int) -> str:
+    """Say what to do with matrices that are transposed, or those of all ranks; starts with a space."""
+    if weights.dim() != 3 or rows.dim() != 2:
+        return ""
+    count, width, transposed = weights.shape
+    advice = ""
+    if count > num_experts:
+        advice = " Pass the matrices of this rank's experts only, L of all."
+    if width != rows.shape[1] == transposed:
+        advice += " nn.Linear stores (H, D): pass weights.transpose(1, 2)."
+    return advice
 
 
 @final

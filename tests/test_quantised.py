@@ -29,10 +29,11 @@ SAFE: Fields = {"graph_safe": True, "max_tokens_per_rank": TOKENS}
 
 
 def _sent(x: Tensor | None = None, **fields: Any) -> Dispatched:
-    x = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16) if x is None else x
+    hidden = fields.pop("hidden_size", HIDDEN)
+    x = random_rows(TOKENS, hidden, dtype=torch.bfloat16) if x is None else x
     way = random_routing(len(x))
     way.topk_ids[way.topk_ids == 3] = 4  # expert 3 gets no row
-    sent: Dispatched = build_dispatcher(small_config("local", hidden_size=HIDDEN, **fields)).dispatch(x, way)
+    sent: Dispatched = build_dispatcher(small_config("local", hidden_size=hidden, **fields)).dispatch(x, way)
     return sent
 
 
@@ -317,6 +318,11 @@ REFUSED = {
         )
         for name, value in {"grad_wire_dtype": None, "weights": "combine"}.items()
     },
+    "width": (
+        {**MXFP8, "pad_multiple": 128, "hidden_size": 160},
+        quantised.te_grouped_tensor,
+        "hidden_size must be a multiple of 128, got 160",
+    ),
     "psum": (MXFP8, lambda sent: quantised.deep_gemm_layout(sent, psum=True), "psum needs pad_multiple=128"),
 }
 

@@ -307,6 +307,7 @@ class BackendContext:
         needs: Constraints of the backend, after the overrides of the config.
         permutation_name: Name of the configured one-rank reorder.
         workspace: Memory that calls reuse.
+        debug: Whether each call checks what it can, at the cost of host syncs.
         permutations: The reorder itself, by type of tensor and of device. ``permutation_of`` looks it up for a tensor.
     """
 
@@ -315,6 +316,7 @@ class BackendContext:
     needs: Constraints = field(default_factory=Constraints)
     permutation_name: PermutationName = "auto"
     workspace: Workspace = field(default_factory=Workspace)
+    debug: bool = False
     permutations: Permutations = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -579,6 +581,8 @@ class Backend(ABC):
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
     ) -> Any:
         """Start ``dispatch``, and return what ``finish`` needs. A backend without overlap does all of it here.
+
+        Called for ``async_op=True``, and for every dispatch if ``Constraints.exchanges_counts``.
 
         Args:
             rows_TD: As in ``dispatch``.

@@ -91,7 +91,7 @@ class Departed:
 
     Attributes:
         channel: Channel of the dispatch.
-        started: What ``Backend.start`` returned.
+        started: What ``Backend.start`` or ``Backend.dispatch`` returned.
         padded: Tp, the number of rows that this rank sends, with padding.
         real_rows: int64, the indices of the rows that are sent; None if all are.
         given_TK: The ids of the router, of the rows that are sent.
@@ -129,6 +129,7 @@ def start(
     recorded: bool,
     wants_weights: bool = True,
     lease: Lease | None = None,
+    async_op: bool = False,
 ) -> Departed:
     """Clean the ids, settle the sizes if the plan has none, pad, and start to send.
 
@@ -150,6 +151,7 @@ def start(
         recorded: Whether the call records gradients.
         wants_weights: Whether the weights of the model require grad; in compiled code, True.
         lease: Lease of the dispatcher; None in compiled code.
+        async_op: Whether the caller does other work before ``finish``.
 
     Raises:
         InputError: An id is invalid; or the ranks exchange counts, and another rank makes a different call.
@@ -194,7 +196,8 @@ def start(
         x_TD, weights_TK = pad(x_TD, real_rows, padded), pad(weights_TK, real_rows, padded)
         ids_TK = pad(ids_TK, None, padded, -1)
     try:
-        started = channel.backend.start(x_TD, ids_TK, weights_TK, sizes, *marks)
+        send = channel.backend.start if async_op or marks else channel.backend.dispatch
+        started = send(x_TD, ids_TK, weights_TK, sizes, *marks)
     except LostPeerError:
         raise
     except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
@@ -223,7 +226,8 @@ def finish(departed: Departed) -> Arrived:
         InputError: An id is invalid, and the ranks have not exchanged counts.
     """
     channel = departed.channel
-    arrived = channel.backend.finish(departed.started)
+    started = departed.started
+    arrived: Arrived = started if isinstance(started, Arrived) else channel.backend.finish(started)
     if departed.unread is not None and departed.unread.read():
         problem = problem_of_ids(departed.given_TK, channel.config.num_experts, departed.valid_T)
         assert problem is not None

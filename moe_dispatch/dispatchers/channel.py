@@ -116,7 +116,11 @@ class Channel:
                 f"ranks_per_node, got {self.ranks_per_node}. Give another ranks_per_node, or leave balance out."
             )
         self.context = BackendContext(
-            shape=shape, communicator=communicator, needs=needs, permutation_name=config.permutation
+            shape=shape,
+            communicator=communicator,
+            needs=needs,
+            permutation_name=config.permutation,
+            debug=config.debug,
         )
         self.backend = options.open(self.context)
         if config.max_rows_per_dispatch is not None:

@@ -96,6 +96,9 @@ def check_call(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing | Non
     if torch._C._are_functorch_transforms_active():
         raise no_transforms("dispatch")
     ids, weights = routing.topk_ids, routing.topk_weights
+    if not (isinstance(ids, Tensor) and isinstance(weights, Tensor)):
+        got = f"{type(ids).__name__} and {type(weights).__name__}"
+        raise InputError(f"Dispatcher.dispatch: the Routing must hold tensors of ids and weights, got {got}.")
     num_rows = x_TD.shape[0]  # ``len`` of a tensor takes longer
     kinds = (
         *(x_TD.dtype, x_TD.device, x_TD.shape[1]),
@@ -137,6 +140,20 @@ def needs_chunks(plan: Plan, config: DispatcherConfig) -> InputError:
 def no_routing(routing: object) -> InputError:
     """Return the error of a dispatch whose routing is no ``Routing``."""
     return InputError(f"Dispatcher.dispatch: pass Routing(topk_ids, topk_weights), not {type(routing).__name__}.")
+
+
+def no_layout(value: object) -> str:
+    """Say what was passed in place of a layout, and what to do."""
+    if isinstance(value, type) and issubclass(value, Layout):
+        return f"got the class {value.__name__}. Make a layout of it: {value.__name__}(...)."
+    told = f"got {type(value).__name__}."
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return told + " Pass weights with their ids, as Routing(ids, weights), and x to plan as like=x."
+    if isinstance(value, Tensor) and value.dtype == torch.bool:
+        return told + " Pass a mask as Masked(mask)."
+    if isinstance(value, Tensor | list | tuple):
+        return told + " Pass lengths as BSHD(lengths), and offsets as THD(cu_seqlens)."
+    return told
 
 
 def no_transforms(verb: str) -> StateError:
@@ -252,6 +269,11 @@ def check_combine(rows: Tensor, dispatched: Tensor, channel: Channel) -> Tensor:
     """
     if torch._C._are_functorch_transforms_active():
         raise no_transforms("combine")
+    if not isinstance(rows, Tensor):
+        raise InputError(
+            f"Dispatcher.combine: rows must be a Tensor, got {type(rows).__name__}. Pass combine(rows, sent), where "
+            "rows are what the experts returned, one output for each row."
+        )
     if rows.shape != dispatched.shape or rows.dtype not in ROW_DTYPES or rows.device != dispatched.device:
         raise InputError(
             f"Dispatcher.combine: rows must be floating {tuple(dispatched.shape)} on {dispatched.device}, like "

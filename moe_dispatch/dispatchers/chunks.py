@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import facts_of, settle, tell_peers
 from moe_dispatch.dispatchers.operators import refuse_compiled
+from moe_dispatch.errors import InputError
 from moe_dispatch.layouts import Layout, Masked, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
@@ -63,6 +64,7 @@ def run_in_chunks(
         The output in the shape of x.
 
     Raises:
+        InputError: ``run_experts`` cannot be called.
         StateError: The call is in a compiled region. Other errors are those of ``Dispatcher.dispatch``; an invalid id
             is told to the peers where the call agrees on sizes, and on ``alltoall``.
 
@@ -70,6 +72,11 @@ def run_in_chunks(
     ranks agree on sizes but exchange no counts. With ``chunk_recompute``, C more of both in the backward. Metrics count
     each dispatch. ``moe_dispatch/dispatchers/chunks.py`` states the memory.
     """
+    if not callable(run_experts):
+        raise InputError(
+            "run_in_chunks: pass run_in_chunks(dispatcher, run_experts, x, routing), got "
+            f"{type(run_experts).__name__} for run_experts, which must be a function of sent."
+        )
     if dispatcher.config.chunk_tokens is not None:
         return _run_chunks(dispatcher, run_experts, x, routing, plan)
     sent = dispatcher.dispatch(x, routing, plan)

@@ -68,7 +68,8 @@ class Dispatcher(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(config, DispatcherConfig):
-            way_out = "DispatcherConfig(**your_dict)" if isinstance(config, dict) else "DispatcherConfig.load(path)"
+            ways_out = {dict: "DispatcherConfig(**your_dict)", str: "DispatcherConfig.load(path)"}
+            way_out = ways_out.get(type(config), "a DispatcherConfig")
             raise ConfigError(f"Dispatcher: pass {way_out}, not a {type(config).__name__}.")
         self.config = config
         self.name = name
@@ -134,8 +135,7 @@ class Dispatcher(nn.Module):
                 if layout is None and like is None and self.config.infer_layout:
                     raise InputError("Dispatcher.plan: pass the layout of the batch, or like=x.")
                 if layout is not None and not isinstance(layout, Layout):
-                    told = f"layout must be a Layout or None, got {type(layout).__name__}. Pass a tensor as like=x."
-                    raise InputError(f"Dispatcher.plan: {told}")
+                    raise InputError(f"Dispatcher.plan: layout must be a Layout or None, {checks.no_layout(layout)}")
                 draft = checks.draft_plan(channel, layout or self._inferred("plan", like), like)
             except Exception as error:
                 tell_peers(channel, error, in_dispatch=False)
@@ -257,6 +257,7 @@ class Dispatcher(nn.Module):
                         recorded=recorded,
                         wants_weights=routing.topk_weights.requires_grad,
                         lease=lease,
+                        async_op=async_op,
                     )
                     if routing.drift is not None:
                         channel.meter.record_drift(self.name, routing.drift)
@@ -285,9 +286,7 @@ class Dispatcher(nn.Module):
         """
         layout = plan.layout if isinstance(plan, Plan) else self._inferred("dispatch", x) if plan is None else plan
         if not isinstance(layout, Layout):
-            raise InputError(
-                f"Dispatcher.dispatch: plan must be a Plan, a Layout or None, got {type(layout).__name__}."
-            )
+            raise InputError(f"Dispatcher.dispatch: plan must be a Plan, a Layout or None, {checks.no_layout(layout)}")
         return layout
 
     def _inferred(self, verb: str, x: Tensor | None) -> Layout:
@@ -332,7 +331,8 @@ class Dispatcher(nn.Module):
         self._lease.enter()  # raises if closed
         if not isinstance(sent, Dispatched):
             raise InputError(
-                f"Dispatcher.{verb}: sent must be a Dispatched, got {type(sent).__name__}. After async_op=True, wait()."
+                f"Dispatcher.{verb}: sent must be a Dispatched, got {type(sent).__name__}. Pass what dispatch "
+                "returned. After async_op=True, wait()."
             )
         if sent.state.lease is not self._lease:
             raise StateError(f"Dispatcher.{verb}: sent must come from this dispatcher, not from another one.")
@@ -367,9 +367,9 @@ class Dispatcher(nn.Module):
         channel = state.lease.shared
         try:
             with profiler_range("combine"):
+                rows = checks.check_combine(rows, sent.edge, channel)
                 if not self._has_seen_ddp and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
                     self._has_seen_ddp = autograd.look_for_ddp(rows, channel.communicator.group)
-                rows = checks.check_combine(rows, sent.edge, channel)
                 weights_R = autograd.anchor(sent.weights, channel)
                 y_TD: Tensor = autograd.Combine.apply(rows, weights_R, state, channel)  # type: ignore[no-untyped-call]
                 return state.layout.unflatten(y_TD, state.shape)

@@ -467,8 +467,8 @@ class _Backend(Backend):
             with self._session.exchange(_RESERVE, self._number or 0, *_flat(sizes)):
                 self._inner.reserve(sizes)
 
-    def dispatch(self, *arguments: Any) -> NoReturn:
-        raise AssertionError("the dispatcher calls start and finish")
+    def dispatch(self, *arguments: Any) -> Any:
+        return self.start(*arguments)  # ``finish`` follows, and tells the others that the rows are awaited
 
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None

@@ -107,7 +107,10 @@ class THD(Layout):
         names = ("cu_seqlens", "cu_seqlens_padded")[: len(self.metadata)]
         for name, cu in zip(names, self.metadata, strict=True):
             if int(cu[0]) != 0:
-                raise LayoutError(f"THD: {name} must start at 0, got {_describe(cu)}. Put a 0 before the running sums.")
+                raise LayoutError(
+                    f"THD: {name} must start at 0, got {_describe(cu)}. Put a 0 before the running sums: lengths 2 "
+                    "and 3 give [0, 2, 5]."
+                )
             if bool((cu[1:] < cu[:-1]).any()):  # a difference could overflow
                 raise LayoutError(f"THD: {name} must not decrease, got {_describe(cu)}. Pass running sums of lengths.")
         if (end := int(self.owned[-1])) != num_rows:

@@ -200,12 +200,29 @@ def test_grouped_mm_follows_autocast() -> None:
     torch.testing.assert_close(found.float(), sent.grouped_mm(sent.rows, matrices), rtol=5e-2, atol=5e-2)
 
 
+def _any(value: object) -> Any:
+    """The same value; a type checker takes it for what it is not."""
+    return value
+
+
 WRONG: dict[str, tuple[Callable[[Dispatched], Any], str]] = {
     "matrices of all experts": (
         lambda sent: sent.grouped_mm(sent.rows, torch.ones(9, 16, 8)),
-        r"rows must be floating \(R=18, D\) and weights \(L=8, D, H\) .*\(9, 16, 8\)",
+        r"rows must be floating \(R=18, D\) and weights \(L=8, D, H\) .*\(9, 16, 8\)\. Pass the matrices",
     ),
-    "transposed": (lambda sent: sent.grouped_mm(sent.rows, torch.ones(8, 4, 16)), r"\(8, 4, 16\)"),
+    "transposed": (
+        lambda sent: sent.grouped_mm(sent.rows, torch.ones(8, 4, 16)),
+        r"\(8, 4, 16\)\. nn\.Linear .*transpose",
+    ),
+    "module": (
+        lambda sent: sent.grouped_mm(sent.rows, _any(nn.Linear(16, 8))),
+        "pass tensors, .* got Tensor and Linear",
+    ),
+    "one function": (
+        lambda sent: sent.per_expert(_any(nn.Linear(16, 8))),
+        "one function for each of 8 experts, .* got one L",
+    ),
+    "no result": (lambda sent: sent.per_expert(_any([lambda rows: None] * 8)), "must return tensors, got NoneType"),
     "one matrix": (lambda sent: sent.grouped_mm(sent.rows, torch.ones(16, 8)), r"got torch\.float32 \(18, 16\) and"),
     "other rows": (lambda sent: sent.grouped_mm(torch.ones(9, 16), torch.ones(8, 16, 8)), r"\(R=18, D\).*\(9, 16\)"),
     "dtypes": (
