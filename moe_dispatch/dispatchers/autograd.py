@@ -63,6 +63,11 @@ class State:
     tensors: tuple[Tensor, ...] = ()
 
 
+# FSDP2 maps over the dataclasses among the arguments of a module, which may be a Dispatched, and casts their tensors. A
+# class without this mark is left as it is.
+del State.__dataclass_fields__
+
+
 def pad(tensor: Tensor, real_rows: Tensor | None, padded: int, fill: float = 0) -> Tensor:
     """Turn (T, ...) into (Tp, ...): select ``real_rows``, and append rows of ``fill``."""
     rows = tensor if real_rows is None else tensor.index_select(0, real_rows)
