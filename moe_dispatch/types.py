@@ -27,6 +27,23 @@ from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
 
 
+def check_plain(where: str, **arguments: object) -> None:
+    """Refuse what is no tensor, and DTensors.
+
+    A call compares types first, and comes here only with a type that is not ``Tensor``, such as a Parameter.
+
+    Raises:
+        InputError: An argument is no tensor, or is a DTensor. The error begins with ``where``.
+    """
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise InputError(f"{where}: {name} must be a Tensor, got {type(value).__name__}.")
+        if hasattr(value, "to_local"):  # importing the class would take time
+            raise InputError(
+                f"{where}: {name} must be the tensor of this rank, got a {type(value).__name__}. Pass its to_local()."
+            )
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:

@@ -369,8 +369,8 @@ class Dispatcher(nn.Module):
                     self._has_seen_ddp = autograd.look_for_ddp(rows, channel.communicator.group)
                 checks.check_combine(rows, sent.edge, channel)
                 weights_R = autograd.anchor(sent.weights, channel)
-                y_TD: Tensor = autograd.Combine.apply(rows, weights_R, state, channel)  # type: ignore[no-untyped-call]
-                return state.layout.unflatten(y_TD, state.shape)
+                y: Tensor = autograd.Combine.apply(rows, weights_R, state, channel)  # type: ignore[no-untyped-call]
+                return y
         except Exception as error:
             self._name_in(error)
             raise

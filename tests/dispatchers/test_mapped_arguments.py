@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors  # what FSDP2 casts arguments with
 
 from moe_dispatch import BSHD, Routing, build_dispatcher
+from moe_dispatch.dispatchers import run_in_chunks
 from moe_dispatch.errors import InputError
 from moe_dispatch.quantised import deep_gemm_pair
 from tests.dispatchers.layer import SAFE, Group, by_operators, on_ranks, random_routing, random_rows, small_config
@@ -75,3 +76,14 @@ def test_quantised_rows_that_were_cast_are_refused_when_they_are_used() -> None:
             InputError, match=r"values must be torch.float8_e4m3fn, got torch.bfloat16.*cast_forward_inp"
         ):
             use(in_bfloat16(sent))
+
+
+@pytest.mark.parametrize("fields", [{}, {"chunk_tokens": 2}], ids=["whole", "chunks"])
+def test_hooks_on_the_output_stay_when_it_is_changed_in_place(fields: dict[str, Any]) -> None:
+    dispatcher = build_dispatcher(small_config("local", **fields))
+    x, seen = random_rows(6).view(2, 3, -1).requires_grad_(), list[Tensor]()
+    y = run_in_chunks(dispatcher, lambda sent: sent.rows, x, random_routing(6))
+    y.register_hook(seen.append)  # as FSDP2 does, to gather parameters before the backward
+    y += x
+    y.sum().backward()
+    assert len(seen) == 1
