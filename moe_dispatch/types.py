@@ -358,6 +358,8 @@ class Dispatched:
         Cost: that of ``torch.nn.functional.grouped_mm``, without another host sync. If a row of D or H columns is not a
         multiple of 16 bytes, both operands are copied with padding. float64 takes L products of all rows.
         """
+        if not (type(rows) is Tensor and type(weights) is Tensor):
+            check_plain("Dispatched.grouped_mm", rows=rows, weights=weights)
         device = rows.device.type
         # torch 2.10 cannot compile the question whether a kind of device has autocast.
         has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)

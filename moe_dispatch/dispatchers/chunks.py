@@ -22,7 +22,7 @@ from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
 from moe_dispatch.dispatchers.operators import refuse_compiled
 from moe_dispatch.layouts import Layout, Masked, Rows
-from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
+from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
 
 if TYPE_CHECKING:
     from moe_dispatch.dispatchers.channel import Channel
@@ -141,6 +141,8 @@ def _settle(
     try:
         channel, has_sizes = dispatcher._lease.enter(), isinstance(plan, Plan)
         try:
+            if type(x) is not Tensor:
+                check_plain("Dispatcher.dispatch", x=x)
             layout = dispatcher._layout_in(plan, x)
             if channel.recorder is not None:
                 channel.recorder.check(x, layout)
