@@ -393,6 +393,7 @@ def _rows(sent: Dispatched, where: str, recipes: tuple[str | None, ...], multipl
     offered = " or ".join(map(repr, recipes))
     if sent.quantised is None:
         raise InputError(f'{where}: the rows are not quantised. Set deliver="quantised" and wire_dtype to {offered}.')
+    sent.quantised._check_values()
     if sent.quantised.recipe not in recipes:
         raise InputError(f"{where}: wire_dtype must be {offered}, got {sent.quantised.recipe!r}.")
     if sent.pad_multiple % multiple:

@@ -27,6 +27,23 @@ from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
 
 
+def check_plain(where: str, **arguments: object) -> None:
+    """Refuse what is no tensor, and DTensors.
+
+    A call compares types first, and comes here only with a type that is not ``Tensor``, such as a Parameter.
+
+    Raises:
+        InputError: An argument is no tensor, or is a DTensor. The error begins with ``where``.
+    """
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise InputError(f"{where}: {name} must be a Tensor, got {type(value).__name__}.")
+        if hasattr(value, "to_local"):  # importing the class would take time
+            raise InputError(
+                f"{where}: {name} must be the tensor of this rank, got a {type(value).__name__}. Pass its to_local()."
+            )
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
@@ -180,9 +197,20 @@ class Plan:
         return self.footprint(dtype)
 
 
+class WidenedRows:
+    """Base with room for rows that are widened once.
+
+    They are no field of the dataclass: a copy by ``dataclasses.replace`` may have another edge, or must not share them.
+    """
+
+    __slots__ = ("_widened",)
+
+    _widened: Tensor
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
-class QuantisedRows:
+class QuantisedRows(WidenedRows):
     """The rows that this rank's experts work on, quantised as they travelled. ``moe_dispatch.quantised`` adapts them.
 
     Attributes:
@@ -201,7 +229,14 @@ class QuantisedRows:
     recipe: RecipeName
     tokens_per_expert: Tensor
     edge: Tensor
-    _widened: list[Tensor] = field(default_factory=list, init=False)
+
+    def _check_values(self) -> None:
+        """Raise InputError if something has converted the values, as FSDP2 does with the arguments of a module."""
+        if self.values.dtype != torch.float8_e4m3fn:
+            raise InputError(
+                f"QuantisedRows: values must be torch.float8_e4m3fn, got {self.values.dtype}. Give a module that takes "
+                "a Dispatched a MixedPrecisionPolicy with cast_forward_inputs=False."
+            )
 
     @property
     def offs(self) -> Tensor:
@@ -211,14 +246,17 @@ class QuantisedRows:
     @property
     def rows(self) -> Tensor:
         """The rows in the model's dtype, (R, D). They are widened on the first read and kept."""
-        kept = self._widened
+        kept: Tensor | None = getattr(self, "_widened", None)
         if (
-            not kept
-            or (torch.is_grad_enabled() and self.edge.requires_grad > kept[0].requires_grad)
-            or (kept[0].is_inference() and not torch.is_inference_mode_enabled())
+            kept is None
+            or (torch.is_grad_enabled() and self.edge.requires_grad > kept.requires_grad)
+            or (kept.is_inference() and not torch.is_inference_mode_enabled())
         ):
-            self._widened[:] = [Widen.apply(self.edge, self.values, self.scales)]  # type: ignore[no-untyped-call]
-        return self._widened[0]
+            self._check_values()
+            kept = Widen.apply(self.edge, self.values, self.scales)  # type: ignore[no-untyped-call]
+            object.__setattr__(self, "_widened", kept)
+        assert kept is not None
+        return kept
 
 
 @final
@@ -332,9 +370,8 @@ class Dispatched:
         and frees the copies at once; with ``weights`` that need no gradient it does not. A compiled region copies
         ``rows`` and the result in the forward.
         """
-        if not (isinstance(rows, Tensor) and isinstance(weights, Tensor)):
-            got = f"{type(rows).__name__} and {type(weights).__name__}"
-            raise InputError(f"Dispatched.grouped_mm: pass tensors, grouped_mm(sent.rows, weights), got {got}.")
+        if not (type(rows) is Tensor and type(weights) is Tensor):
+            check_plain("Dispatched.grouped_mm", rows=rows, weights=weights)
         device = rows.device.type
         # torch 2.10 cannot compile the question whether a kind of device has autocast.
         has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)

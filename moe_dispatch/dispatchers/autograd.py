@@ -31,7 +31,7 @@ from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.types import Plan, QuantisedRows
+from moe_dispatch.types import Plan, QuantisedRows, check_plain
 
 
 @final
@@ -62,6 +62,11 @@ class State:
     wants_weights: bool
     route: Route | None = None
     tensors: tuple[Tensor, ...] = ()
+
+
+# FSDP2 maps over the dataclasses among the arguments of a module, which may be a Dispatched, and casts their tensors. A
+# class without this mark is left as it is.
+del State.__dataclass_fields__
 
 
 def pad(tensor: Tensor, real_rows: Tensor | None, padded: int, fill: float = 0) -> Tensor:
@@ -282,6 +287,8 @@ class Dispatch(torch.autograd.Function):
         assert state.route is not None
         if torch.is_grad_enabled():
             raise double_backward("dispatch")
+        if type(grad_RD) is not Tensor:
+            check_plain("Dispatcher.dispatch", gradient=grad_RD)
         state.lease.tell_watchdog()
         # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
         with profiler_range("dispatch.backward"):
@@ -304,15 +311,19 @@ class Combine(torch.autograd.Function):
         ctx.save_for_backward(
             weights_R, rows_RD if applied and state.wants_weights and ctx.needs_input_grad[1] else None
         )
-        # A library may return a view. ``data`` is no view, so models may add a residual to it in place.
+        # ``data`` is no view, so models may add a residual to the result in place, also below FSDP2, which has hooks on
+        # it. A library may return a view, and the shape of x makes one.
         y_TD = state.route.combine(rows_RD, weights_R if applied else None).data
-        return trim(y_TD, state.real_rows, state.num_rows)
+        return state.layout.unflatten(trim(y_TD, state.real_rows, state.num_rows), state.shape).data
 
     @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise double_backward("combine")
+        if type(grad) is not Tensor:
+            check_plain("Dispatcher.combine", gradient=grad)
         (weights_R, rows_RD), state = ctx.saved_tensors, ctx.state
+        grad_TD = grad.reshape(state.num_rows, grad.shape[-1])
         state.lease.tell_watchdog()
         weights_R = weights_R if ctx.channel.config.weights == "combine" else None
         with profiler_range("combine.backward"):

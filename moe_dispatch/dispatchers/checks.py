@@ -12,7 +12,7 @@ from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError, LayoutError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.types import Plan, Routing
+from moe_dispatch.types import Plan, Routing, check_plain
 
 ROW_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
@@ -96,9 +96,8 @@ def check_call(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing | Non
     if torch._C._are_functorch_transforms_active():
         raise no_transforms("dispatch")
     ids, weights = routing.topk_ids, routing.topk_weights
-    if not (isinstance(ids, Tensor) and isinstance(weights, Tensor)):
-        got = f"{type(ids).__name__} and {type(weights).__name__}"
-        raise InputError(f"Dispatcher.dispatch: the Routing must hold tensors of ids and weights, got {got}.")
+    if not (type(ids) is Tensor and type(weights) is Tensor):
+        check_plain("Dispatcher.dispatch", topk_ids=ids, topk_weights=weights)
     num_rows = x_TD.shape[0]  # ``len`` of a tensor takes longer
     kinds = (
         *(x_TD.dtype, x_TD.device, x_TD.shape[1]),
@@ -269,11 +268,8 @@ def check_combine(rows: Tensor, dispatched: Tensor, channel: Channel) -> Tensor:
     """
     if torch._C._are_functorch_transforms_active():
         raise no_transforms("combine")
-    if not isinstance(rows, Tensor):
-        raise InputError(
-            f"Dispatcher.combine: rows must be a Tensor, got {type(rows).__name__}. Pass combine(rows, sent), where "
-            "rows are what the experts returned, one output for each row."
-        )
+    if type(rows) is not Tensor:
+        check_plain("Dispatcher.combine", rows=rows)
     if rows.shape != dispatched.shape or rows.dtype not in ROW_DTYPES or rows.device != dispatched.device:
         raise InputError(
             f"Dispatcher.combine: rows must be floating {tuple(dispatched.shape)} on {dispatched.device}, like "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Literal, TypeVar, cast, final, overload
+from typing import Any, Literal, TypeVar, cast, final, overload
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from moe_dispatch.dispatchers.self_test import run_self_test
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
 from moe_dispatch.layouts import BSHD, Layout, Rows
 from moe_dispatch.permutation import accumulation_dtype
-from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
+from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
 
 Result = TypeVar("Result")
 
@@ -74,11 +75,12 @@ class Dispatcher(nn.Module):
         self.config = config
         self.name = name
         self._has_seen_ddp = False
-        self._lease = lease_channel(config, group, control_group, name)
-        ranks = self._channel.shape.ep_size
-        if spare := config.spare_slots(ranks):
-            own = ExpertPlacement.contiguous(config.num_experts, ranks, spare=spare)
-            self._lease.place(own, device_of_tables(self._channel, None))
+        with _real_tensors():
+            self._lease = lease_channel(config, group, control_group, name)
+            ranks = self._channel.shape.ep_size
+            if spare := config.spare_slots(ranks):
+                own = ExpertPlacement.contiguous(config.num_experts, ranks, spare=spare)
+                self._lease.place(own, device_of_tables(self._channel, None))
 
     @property
     def _channel(self) -> Channel:
@@ -134,6 +136,8 @@ class Dispatcher(nn.Module):
             try:
                 if layout is None and like is None and self.config.infer_layout:
                     raise InputError("Dispatcher.plan: pass the layout of the batch, or like=x.")
+                if like is not None and type(like) is not Tensor:
+                    check_plain("Dispatcher.plan", like=like)
                 if layout is not None and not isinstance(layout, Layout):
                     raise InputError(f"Dispatcher.plan: layout must be a Layout or None, {checks.no_layout(layout)}")
                 draft = checks.draft_plan(channel, layout or self._inferred("plan", like), like)
@@ -224,8 +228,8 @@ class Dispatcher(nn.Module):
             channel = lease.enter()
             with profiler_range("dispatch"):
                 try:
-                    if not isinstance(x, Tensor):
-                        raise InputError(f"Dispatcher.dispatch: x must be a Tensor, got {type(x).__name__}.")
+                    if type(x) is not Tensor:
+                        check_plain("Dispatcher.dispatch", x=x)
                     layout = plan.layout if isinstance(plan, Plan) else self._layout_in(plan, x)
                     x_TD = layout.flatten(x)
                     routing = checks.check_call(channel, x, x_TD, routing, plan)
@@ -309,6 +313,8 @@ class Dispatcher(nn.Module):
             return operators.trace_dispatch_again(x, again)
         try:
             with profiler_range("dispatch"):
+                if type(x) is not Tensor:
+                    check_plain("Dispatcher.dispatch", x=x)
                 channel, x_TD = self._channel, state.layout.flatten(x)
                 checks.check_again(x_TD, state.num_rows, again.edge.device, channel)
                 assert state.padded is not None
@@ -371,8 +377,8 @@ class Dispatcher(nn.Module):
                 if not self._has_seen_ddp and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
                     self._has_seen_ddp = autograd.look_for_ddp(rows, channel.communicator.group)
                 weights_R = autograd.anchor(sent.weights, channel)
-                y_TD: Tensor = autograd.Combine.apply(rows, weights_R, state, channel)  # type: ignore[no-untyped-call]
-                return state.layout.unflatten(y_TD, state.shape)
+                y: Tensor = autograd.Combine.apply(rows, weights_R, state, channel)  # type: ignore[no-untyped-call]
+                return y
         except Exception as error:
             self._name_in(error)
             raise
@@ -574,6 +580,15 @@ def receive(
         placement=departed.placement,
         state=state,
     )
+
+
+def _real_tensors() -> AbstractContextManager[Any]:
+    """Return a context without fake tensors: the ranks exchange numbers while they build a dispatcher."""
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: PLC0415 - an eager layer never needs it
+
+    return unset_fake_temporarily()
 
 
 def _once(lease: Lease, complete: Callable[[], Dispatched], device: torch.device) -> Callable[[], Dispatched]:

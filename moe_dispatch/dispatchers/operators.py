@@ -46,7 +46,7 @@ from moe_dispatch.dispatchers.channel import Channel, Lease, named_channel, prof
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.layouts import Layout, Rows
 from moe_dispatch.permutation import accumulation_dtype, merge_slots
-from moe_dispatch.types import Capacity, Dispatched, Plan, Routing, Sizes
+from moe_dispatch.types import Capacity, Dispatched, Plan, Routing, Sizes, check_plain
 
 
 @operator
@@ -370,7 +370,7 @@ def trace_dispatch(
 ) -> Dispatched:
     """Run ``Dispatcher.dispatch`` in a traced call. The operator settles the sizes if there is no plan."""
     channel = lease.enter()
-    routing = _check_traced(channel, routing)
+    routing = _check_traced(channel, x, routing)
     x_TD, sizes, real_rows, valid_T = layout.flatten(x), Sizes(), None, None
     num_rows = x_TD.shape[0]
     if not torch.compiler.is_compiling():  # under tracing, the number of rows is a symbol, and lengths are unknown
@@ -429,10 +429,11 @@ def trace_dispatch(
     )
 
 
-def _check_traced(channel: Channel, routing: Routing | None) -> Routing:
-    """Refuse a config that operators cannot serve, and a routing of another type. Return the routing."""
+def _check_traced(channel: Channel, x: Tensor, routing: Routing | None) -> Routing:
+    """Refuse a config that operators cannot serve, and arguments of other types. Return the routing."""
     if not isinstance(routing, Routing):
         raise checks.no_routing(routing)
+    check_plain("Dispatcher.dispatch", x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
     if channel.config.balance is not None:
         refuse_compiled(
             "Dispatcher.dispatch: operators carry no plan of balance, so keep both verbs out of torch.compile and "
@@ -468,6 +469,7 @@ def trace_combine(rows: Tensor, sent: Dispatched) -> Tensor:
     """Run ``Dispatcher.combine`` if an operator made the dispatch."""
     state: State = sent.state
     channel = state.lease.enter()
+    check_plain("Dispatcher.combine", rows=rows)
     rows = rows.to(sent.edge.dtype)
     y_TD = combine(rows, anchor(sent.weights, channel), state.tensors, state.real_rows, channel.name, state.num_rows)
     return state.layout.unflatten(y_TD, state.shape)

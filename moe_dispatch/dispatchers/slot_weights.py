@@ -37,7 +37,7 @@ from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
 from moe_dispatch.dispatchers.operators import refuse_compiled
 from moe_dispatch.errors import InputError, StateError
-from moe_dispatch.types import Dispatched, InFlight
+from moe_dispatch.types import Dispatched, InFlight, check_plain
 
 Moves = Movement | StaticMovement
 Experts = Callable[..., Tensor]
@@ -247,6 +247,7 @@ def _check_stacked(local: int, stacked: Sequence[Tensor]) -> None:
     if others := [type(weight).__name__ for weight in stacked if not isinstance(weight, Tensor)]:
         told = f"stacked must be tensors, got {', '.join(others)}. Pass each tensor as an argument of its own."
         raise InputError(f"SlotWeights: {told}")
+    check_plain("SlotWeights", **{f"stacked[{number}]": weight for number, weight in enumerate(stacked)})
     shapes = [tuple(weight.shape) for weight in stacked]
     if not shapes or any(shape[:1] != (local,) for shape in shapes):
         raise InputError(

@@ -85,7 +85,7 @@ DISPATCH: list[tuple[Call, *tuple[str, ...]]] = [
     (lambda d: d.dispatch(X, WAY, BSHD), "plan must be", "got the class BSHD. Make a layout of it: BSHD(...)"),
     (
         lambda d: d.dispatch(X, Routing(IDS, None)),  # type: ignore[arg-type]
-        "Routing must hold tensors of ids and weights, got Tensor and NoneType",
+        "topk_weights must be a Tensor, got NoneType",
     ),
     (lambda d: d.dispatch(rows(5), again=d.dispatch(X, WAY)), "again=sent was made with floating (6, 16) on cpu"),
     (lambda d: d.dispatch(X.long(), again=d.dispatch(X, WAY)), "floating (6, 16)", "got torch.int64 (6, 16)"),
