@@ -175,6 +175,7 @@ class Lease:
         shared: What ``enter`` returns for a call: the channel, or in a block of ``join`` what stands in for it.
         number: Number of the dispatcher on its channel, in the order of building, so it is equal on all ranks. A copy
             has the number of its original.
+        layer: Number of the lease's own counters in the meter.
         placement: Placement in force. None if every rank holds its own experts and has no spare expert slots. Only
             ``place`` changes it.
         table: Table of the placement; None without one.
@@ -183,6 +184,7 @@ class Lease:
     def __init__(self, channel: Channel, name: str) -> None:
         with _lock:
             channel.users += 1
+            self.layer = channel.meter.add(name)
         self.name = name
         self.number = 0
         self.placement: ExpertPlacement | None = None
@@ -190,6 +192,10 @@ class Lease:
         self.opened = self.shared = channel
         self._collected = weakref.finalize(self, _release, channel, by_hand=False)
         self._collected.atexit = False  # at exit the process group is gone, and the process frees everything
+
+    def rename(self, name: str) -> None:
+        """Give the dispatcher another name."""
+        self.name = self.opened.meter.names[self.layer] = name
 
     def tell_watchdog(self) -> None:
         """Tell the watchdog, if there is one, that this dispatcher makes the next collectives."""
@@ -225,7 +231,7 @@ class Lease:
         In graph-safe mode the values of the old table change in place, so captured graphs follow.
         """
         channel = self.shared
-        channel.meter.place(device)
+        channel.meter.placed = True
         graph_safe = channel.config.graph_safe
         table = channel.table_of(placement, device)
         self.placement = placement

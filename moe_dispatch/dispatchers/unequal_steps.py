@@ -28,6 +28,7 @@ from moe_dispatch.dispatchers.balancing import device_of_tables
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.checks import ROW_DTYPES, check_combine
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, receive
+from moe_dispatch.dispatchers.metrics import is_recomputation
 from moe_dispatch.errors import ConfigError, InputError, LostPeerError, MoEDispatchError, PeerError, StateError
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Sizes
@@ -318,7 +319,7 @@ class _Session:
                 channel = self._channels[numbers[0]]
                 channel.backend.refuse(device_of_tables(channel, None))
             else:
-                self._start(*numbers[:6], mark=mark)
+                self._start(*numbers[:7], mark=mark)
         self.in_exchange = False
         return True
 
@@ -332,7 +333,16 @@ class _Session:
         self.control.max_and_sum(nothing, [sums], label="sizes")
 
     def _start(
-        self, number: int, dtype: int, weights_dtype: int, autocast: int, padded: int, largest: int, *, mark: int
+        self,
+        number: int,
+        dtype: int,
+        weights_dtype: int,
+        autocast: int,
+        padded: int,
+        largest: int,
+        recomputed: int,
+        *,
+        mark: int,
     ) -> None:
         """Start a dispatch without rows, or with padding where ranks bring equal numbers."""
         lease, channel = self._leases[number], self._channels[number]
@@ -361,6 +371,8 @@ class _Session:
             valid_T=None,
             placement=None,
             experts_L=None,
+            layer=lease.layer,
+            recomputed=bool(recomputed),
         )
         self._calls[serial] = _Call(
             number=number,
@@ -482,7 +494,8 @@ class _Backend(Backend):
         dtypes = [_DTYPES.index(tensor.dtype) for tensor in (rows_TD, weights_TK)]
         autocast = _DTYPES.index(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else -1
         told = _NOTHING if mark is None else read_host(mark.view(1))[0]
-        with session.exchange(_START, self._number, *dtypes, autocast, *_flat(sizes), mark=told):
+        again = is_recomputation()
+        with session.exchange(_START, self._number, *dtypes, autocast, *_flat(sizes), again, mark=told):
             serial = session.count
             session.began = session.count = serial + 1
             started = self._inner.start(rows_TD, ids_TK, weights_TK, sizes, *([] if mark is None else [mark]))
