@@ -232,6 +232,7 @@ class Lease:
         """
         channel = self.shared
         channel.meter.placed = True
+        channel.meter.prepare(device, self.layer)  # so that the first call may be captured
         graph_safe = channel.config.graph_safe
         table = channel.table_of(placement, device)
         self.placement = placement

@@ -42,7 +42,8 @@ class Metrics:
             (E,). Under a placement it is (E,) in both cases, and rows of all copies of an expert count for the expert.
             Without ``gather`` these are the rows that this rank computed.
         tokens_by_layer: Rows that each expert got from each layer, by name of the dispatcher: int64 (E,) on the CPU.
-            Without ``gather``, the rows that this rank computed. Calls inside torch.compile are in the totals only.
+            Without ``gather``, the rows that this rank computed. Layers without a call are missing. Calls
+            inside torch.compile are in the totals only.
         imbalance: Rows of the busiest expert divided by the mean: 1.0 is balanced, 0.0 means no rows. The layers are
             summed first, so a layer may be less balanced.
         rank_imbalance: With ``gather``, rows of the busiest rank divided by the mean, summed over layers; otherwise
@@ -121,6 +122,7 @@ class Meter:
         self._counters: dict[torch.device, tuple[Tensor, ...]] = {}
         # The real rows of each expert, by layer, with a last entry for empty slots; and the part of this rank's own.
         self._layers: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._called = set[int]()
         self._drift: dict[tuple[str, torch.device], Tensor] = {}
         self._turns: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 
@@ -180,6 +182,8 @@ class Meter:
         """Count one dispatch. No sync. In place, so that replays write to the same counters."""
         device = arrived.rows.device
         self.prepare(device, departed.layer)
+        if departed.layer != _COMPILED:
+            self._called.add(departed.layer)
         with self.turn(device) if device.type == "cuda" else _NO_TURN:
             padding, masked, needs, copies = self._counters[device]
             if not departed.recomputed:
@@ -271,7 +275,7 @@ class Meter:
         for (layer, _), (by_expert, _) in self._layers.items():
             *rows, _ = self._read(by_expert)
             total = [*map(sum, zip(total, rows, strict=True))]
-            if layer != _COMPILED:
+            if layer in self._called:
                 name = self.names[layer]
                 by_layer[name] = [*map(sum, zip(by_layer.get(name, [0] * len(rows)), rows, strict=True))]
         padding = sum(sum(self._read(padding)) for padding, *_ in self._counters.values())
