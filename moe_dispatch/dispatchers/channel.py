@@ -59,9 +59,9 @@ _NO_RANGE = nullcontext()
 class Channel:
     """One backend, open on one group, for one config.
 
-    These attributes change later: ``checked``, the refcount ``users``, the capacity (in ``grow``), the recorder, the
-    planners of exact balance, which are made on use, and ``numbers``, which counts the dispatchers that the ranks have
-    built on the channel.
+    These attributes change later: ``checked`` and ``has_warned``, the refcount ``users``, the capacity (in ``grow``),
+    the recorder, the planners of exact balance, which are made on use, and ``numbers``, which counts the dispatchers
+    that the ranks have built on the channel.
 
     Attributes:
         context: The objects that the backend is opened with.
@@ -70,6 +70,7 @@ class Channel:
         capacity: Number of rows that the buffers of a dispatch hold; None if sizes follow the routing.
         watches: The watchdogs of the groups, if there are any. They report the name of the dispatcher that calls.
         checked: The kinds of tensors that ``check_call`` and ``check_combine`` have found to fit.
+        has_warned: Whether a warning has said that ``balance="exact"`` left out copies.
         agrees_on_rows: Whether the ranks settle sizes with a collective.
         num_summed: Number of counts that ranks sum when they agree on sizes, 0 for none. The first counts invalid ids;
             the others, for a backend that uses them, count the slots that name each expert.
@@ -96,6 +97,7 @@ class Channel:
         first = communicator.rank * shape.num_local_experts
         self.meter = Meter(shape.num_local_experts, config.num_experts, first)
         self.checked: set[object] = set()
+        self.has_warned = False
         self.recorder: Recorder | None = None
         self._planners: dict[torch.device, ExactPlanner] = {}
         self.users = 0

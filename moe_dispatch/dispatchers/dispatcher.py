@@ -352,7 +352,9 @@ class Dispatcher(nn.Module):
 
         Returns:
             A tensor in the shape of the x that was dispatched and in the dtype of ``rows``. Rows that hold no token or
-            that no expert received are zero. Sums are accumulated in ``max(float32, dtype)`` and rounded once.
+            that no expert received are zero. Sums are accumulated in ``max(float32, dtype)``. ``local``, ``allgather``
+            and ``alltoall`` with ``reduction="exact"`` round only the total to the dtype of ``rows``; ``alltoall`` and
+            ``deepep`` also round the partial sum of each rank, and ``hybridep`` every weighted row.
 
         Raises:
             InputError: The shape, dtype or device of ``rows`` does not fit.

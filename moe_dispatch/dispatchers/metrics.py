@@ -56,6 +56,8 @@ class Metrics:
         collectives: Number of calls, by collective.
         expert_copies: Number of copies of experts that ``balance="exact"`` made on this rank, over all dispatches; with
             ``gather``, on all ranks.
+        dispatches_left_uneven: Number of dispatches in which ``balance="exact"`` left out copies of experts that would
+            have had fewer than ``balance_min_rows`` rows; with ``gather``, the sum over ranks.
         slots_replayed: Slots whose expert came from a ``RoutingTable``, by name of the dispatcher. Calls inside
             torch.compile and selective checkpointing are not counted.
         slots_drifted: Those of them in which the router would not have chosen this expert, by name of the dispatcher.
@@ -72,6 +74,7 @@ class Metrics:
     bytes_sent: dict[str, int]
     collectives: dict[str, int]
     expert_copies: int
+    dispatches_left_uneven: int
     slots_replayed: dict[str, int]
     slots_drifted: dict[str, int]
 
@@ -109,7 +112,8 @@ class Meter:
     Attributes:
         names: The name of each layer.
         placed: Whether a dispatcher of the channel has a placement.
-        rows: Counts on the host: padding rows that a rank added ("rank"), rows that were "cut" out, and "dispatches".
+        rows: Counts on the host: padding rows that a rank added ("rank"), rows that were "cut" out, "dispatches", and
+            dispatches that balancing left "uneven".
     """
 
     def __init__(self, num_slots: int, num_experts: int, first_expert: int = 0) -> None:
@@ -117,7 +121,7 @@ class Meter:
         self._own = slice(first_expert, first_expert + num_slots)
         self.names: list[str] = []
         self.placed = False
-        self.rows: Counter[str] = Counter({"rank": 0, "cut": 0, "dispatches": 0})
+        self.rows: Counter[str] = Counter({"rank": 0, "cut": 0, "dispatches": 0, "uneven": 0})
         # Padding of each slot; masked rows; needs, which are maxima, so that a dispatch may be repeated; copies.
         self._counters: dict[torch.device, tuple[Tensor, ...]] = {}
         # The real rows of each expert, by layer, with a last entry for empty slots; and the part of this rank's own.
@@ -205,7 +209,7 @@ class Meter:
         self.rows["dispatches"] += 1
 
     def count_rows(self, **by_cause: int) -> None:
-        """Count rows that the host knows: padding that a "rank" added, and rows that were "cut" out."""
+        """Count what the host knows, by name in ``rows``, unless a call is recomputed."""
         if not is_recomputation():
             self.rows.update(by_cause)
 
@@ -332,6 +336,7 @@ def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
         bytes_sent=dict(sent),
         collectives=dict(calls),
         expert_copies=copies["copies"],
+        dispatches_left_uneven=rows["uneven"],
         slots_replayed=dict(replayed),
         slots_drifted=dict(drifted),
     )
