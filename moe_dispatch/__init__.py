@@ -54,5 +54,5 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
-        """List the public names, imported or not."""
-        return sorted({*globals(), *__all__})
+        """List the public names, imported or not, and no module that was imported."""
+        return [*__all__, "__version__"]

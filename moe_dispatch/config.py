@@ -19,9 +19,16 @@ from moe_dispatch._quantisation import RECIPES, RecipeName
 from moe_dispatch._support import newer_format
 from moe_dispatch.backends.base import BackendOptions, PermutationName, WireDtype
 from moe_dispatch.backends.capacity import Factor
-from moe_dispatch.backends.registry import AUTO, backends_with, choose_backend, load_backend, parse_backend
+from moe_dispatch.backends.registry import (
+    AUTO,
+    BackendName,
+    backends_with,
+    choose_backend,
+    load_backend,
+    parse_backend,
+)
 from moe_dispatch.balance.exact import EXACT
-from moe_dispatch.balance.planners import check_planner
+from moe_dispatch.balance.planners import PlannerName, check_planner
 from moe_dispatch.communication import canonical_json
 from moe_dispatch.errors import ConfigError, did_you_mean, shown
 
@@ -162,12 +169,12 @@ class DispatcherConfig(BaseModel):
 
     model_config = _FROZEN
 
-    backend: str | dict[str, Any] = "auto"
+    backend: BackendName | str | dict[str, Any] = "auto"
     num_experts: _Count
     top_k: _Count
     hidden_size: _Count
     spare_experts_per_rank: Annotated[int, Field(ge=0)] = 0
-    balance: str | None = None
+    balance: PlannerName | str | None = None
     balance_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     balance_min_rows: Annotated[int, Field(ge=0)] | None = None
     pad_multiple: _Count | Literal["bf16", "fp8", "mxfp8", "nvfp4"] = 1

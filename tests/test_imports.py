@@ -57,7 +57,7 @@ def of_package() -> dict[str, list[str]]:
 
 def test_package_imports_nothing_before_a_name_is_used() -> None:
     assert ALLOWED.isdisjoint(third_party(import_fresh("moe_dispatch")["loaded"]))
-    assert {"Dispatcher", "__version__"} <= {*dir(moe_dispatch)}
+    assert {*dir(moe_dispatch)} == {*moe_dispatch.__all__, "__version__"}, "also after its modules were imported"
     with pytest.raises(AttributeError, match=r"^module 'moe_dispatch' has no attribute 'Dispather'$"):
         _ = getattr(moe_dispatch, "Dispather")  # noqa: B009 - mypy knows that there is none
 

@@ -44,8 +44,8 @@ class SwiGLUExperts(Dispatcher):
     Every rank draws the weights of all experts and keeps its own. So the model is the same on any number of ranks.
     """
 
-    def __init__(self, config: DispatcherConfig, group: Group, hidden: int) -> None:
-        super().__init__(config, group)
+    def __init__(self, config: DispatcherConfig, group: Group, hidden: int, name: str) -> None:
+        super().__init__(config, group, name=name)
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         up_EDF = torch.randn(config.num_experts, config.hidden_size, 2 * hidden) * config.hidden_size**-0.5
         down_EFD = torch.randn(config.num_experts, hidden, config.hidden_size) * hidden**-0.5
@@ -61,11 +61,11 @@ class SwiGLUExperts(Dispatcher):
 class MoE(nn.Module):
     """A router and its experts."""
 
-    def __init__(self, config: DispatcherConfig, group: Group, shape: ModelShape) -> None:
+    def __init__(self, config: DispatcherConfig, group: Group, shape: ModelShape, name: str) -> None:
         super().__init__()
         self.top_k = config.top_k
         self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = SwiGLUExperts(config, group, shape.expert_hidden)
+        self.experts = SwiGLUExperts(config, group, shape.expert_hidden, name)
 
     def forward(self, x_TD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """Run the layer. Collective.
@@ -142,12 +142,12 @@ class Sequences:
 class Block(nn.Module):
     """Attention, then experts. Each is applied to the normalised stream, and its output is added to the stream."""
 
-    def __init__(self, config: DispatcherConfig, group: Group, shape: ModelShape) -> None:
+    def __init__(self, config: DispatcherConfig, group: Group, shape: ModelShape, name: str) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size)
         self.attention = PackedAttention(config.hidden_size, shape.num_heads)
         self.moe_norm = nn.RMSNorm(config.hidden_size)
-        self.moe = MoE(config, group, shape)
+        self.moe = MoE(config, group, shape, name=f"{name}.moe")
 
     def forward(self, x_TD: Tensor, sequences: Sequences, plan: Plan) -> tuple[Tensor, Tensor]:
         """Return the output (T, D) and the load of ``MoE``. Collective."""
@@ -163,7 +163,8 @@ class ByteLanguageModel(nn.Module):
         super().__init__()
         self.columns = config.hidden_size // shape.num_heads
         self.embedding = nn.Embedding(NUM_TOKENS, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, group, shape) for _ in range(shape.num_layers))
+        blocks = [Block(config, group, shape, name=f"blocks.{number}") for number in range(shape.num_layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(config.hidden_size)
         self.head = nn.Linear(config.hidden_size, NUM_BYTES, bias=False)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, Literal
 
 from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.backends.base import PROTOCOL, BackendOptions
@@ -15,6 +15,8 @@ from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatc
 
 ENTRY_POINT_GROUP = "moe_dispatch.backends"
 AUTO = "auto"
+# For editors, which offer these names; names of other backends are as good.
+BackendName = Literal["auto", "local", "allgather", "alltoall", "deepep", "hybridep"]
 
 _PATHS = {
     "local": "moe_dispatch.backends.local:LocalOptions",

@@ -66,6 +66,8 @@ class ExactPlan:
         slots_EP: int64 (E, P), the number of the expert slot that holds an expert on a rank. Entries of ranks that do
             not hold the expert are not used. (E, 1) if all rows go home.
         experts_L: int64 (M + S,), the expert in each slot of this rank, or E for an empty slot.
+        left_out: int64 (), the number of copies that were not made because they would have had fewer than ``min_rows``
+            rows; None if there is no such limit.
         kernels: The module ``triton_plan`` if it made the plan.
     """
 
@@ -73,6 +75,7 @@ class ExactPlan:
     ends_EP: Tensor | None
     slots_EP: Tensor
     experts_L: Tensor
+    left_out: Tensor | None = None
     kernels: Any = None
 
     def slots_of(self, ids_TK: Tensor, turns_TK: Tensor | None = None) -> Tensor:
@@ -129,6 +132,7 @@ class ExactPlanner:
             With more than 4096 experts, operators of torch plan too.
 
     Attributes:
+        min_rows: Fewest rows for which a copy is made.
         nothing: The plan without a copy.
     """
 
@@ -147,7 +151,7 @@ class ExactPlanner:
         kernels: Any = None,
     ) -> None:
         self._experts, self._size, self._rank, self._own = num_experts, num_ranks, rank, num_experts // num_ranks
-        self._spare, self._bound, self._block, self._min_rows = spare, bound, pad_multiple, min_rows
+        self._spare, self._bound, self._block, self.min_rows = spare, bound, pad_multiple, min_rows
         per_node = ranks_per_node or num_ranks
         self._per_node = per_node if 1 < per_node < num_ranks else None
         self._kernels: Any = kernels if kernels is not None and num_experts <= kernels.LARGEST else None
@@ -178,8 +182,10 @@ class ExactPlanner:
         total_E = counts_PE.sum(0)
         blocks_E = total_E if self._block == 1 else (total_E + (self._block - 1)) // self._block
         copied_EP = self._copied(blocks_E.view(self._size, self._own))
-        if self._min_rows:
-            copied_EP = copied_EP * (copied_EP * self._block >= self._min_rows)
+        left_out = None
+        if self.min_rows:
+            is_few_EP = (copied_EP > 0) & (copied_EP * self._block < self.min_rows)
+            copied_EP, left_out = copied_EP.masked_fill(is_few_EP, 0), is_few_EP.sum()
         reach_EP = copied_EP
         if self._spare < self._own:  # a rank whose other shares have no slot may take what is left at home instead
             at_home_E1 = (blocks_E - copied_EP.sum(1)).unsqueeze(1)
@@ -188,7 +194,7 @@ class ExactPlanner:
         kept_PS = torch.add(self._tie_E, reach_EP.t(), alpha=self._experts).topk(self._spare, dim=1).indices
         if self._spare < self._own:
             copied_EP = self._refilled(blocks_E, copied_EP.t(), kept_PS)
-        if self._spare < self._own or self._min_rows:
+        if self._spare < self._own or self.min_rows:
             copied_EP = self._relieving(blocks_E, copied_EP)
         kept_PS = torch.where(copied_EP.t().gather(1, kept_PS) > 0, kept_PS, self._experts)
         home_E = blocks_E - copied_EP.sum(1)
@@ -200,6 +206,7 @@ class ExactPlanner:
             ends_EP=self._mine(counts_PE.t(), demand_EP).cumsum(1),
             slots_EP=slots_PE[:, : self._experts].t().contiguous(),
             experts_L=torch.cat([self._own_experts, kept_PS[self._rank]]),
+            left_out=left_out,
         )
 
     def _by(self, kernels: Any, counts_PE: Tensor) -> ExactPlan:
@@ -226,15 +233,18 @@ class ExactPlanner:
         found: tuple[Tensor, Tensor] = self._kernels.counts_and_turns(ids_TK, self._experts)
         return found
 
-    def on_host(self, counts_PE: Tensor) -> ExactPlan:
-        """Return the plan for counts on the CPU; quickly, if no rank has enough rows above the bound for a copy."""
+    def on_host(self, counts_PE: Tensor) -> tuple[ExactPlan, bool]:
+        """Return the plan for counts on the CPU; quickly, if no rank has enough rows above the bound for a copy.
+
+        Also return whether rows stay above the bound because copies would have had fewer than ``min_rows`` rows.
+        """
         load_P = counts_PE.sum(0).view(self._size, self._own).sum(1)
         surplus = int(load_P.max()) - self._bound * int(load_P.sum()) / self._size
-        if surplus >= max(self._min_rows, 1) or self._block > 1:
+        if surplus >= max(self.min_rows, 1) or self._block > 1:
             plan = self(counts_PE)
-            if bool((plan.placement.copies_PS < self._experts).any()):
-                return plan
-        return self.nothing
+            has_copies = bool((plan.placement.copies_PS < self._experts).any())
+            return plan if has_copies else self.nothing, bool(plan.left_out)
+        return self.nothing, surplus >= 1
 
     def _copied(self, blocks_PM: Tensor) -> Tensor:
         """Return the blocks of each expert that each rank takes over from the home of the expert, int64 (E, P).

@@ -29,6 +29,7 @@ from moe_dispatch.dispatchers.agreement import UNTOLD, described, facts_of, mark
 from moe_dispatch.dispatchers.balancing import plan_balance
 from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
+from moe_dispatch.dispatchers.metrics import is_recomputation
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Plan, QuantisedRows, check_plain
@@ -106,6 +107,8 @@ class Departed:
         valid_T: bool, whether each row is a token, if ids of other rows became -1; else None.
         placement: Placement of this dispatch.
         experts_L: int64 (L,), the expert in each slot of this rank, or E for an empty slot; None without a placement.
+        layer: Number of the layer for the meter, ``Lease.layer``; -1 in compiled code.
+        recomputed: Whether activation checkpointing repeats a dispatch of the forward.
     """
 
     channel: Channel
@@ -118,6 +121,8 @@ class Departed:
     valid_T: Tensor | None
     placement: ExpertPlacement | ExactPlacement | None
     experts_L: Tensor | None
+    layer: int
+    recomputed: bool
 
 
 def start(
@@ -135,6 +140,7 @@ def start(
     wants_weights: bool = True,
     lease: Lease | None = None,
     async_op: bool = False,
+    layer: int = -1,
 ) -> Departed:
     """Clean the ids, settle the sizes if the plan has none, pad, and start to send.
 
@@ -155,8 +161,9 @@ def start(
         table: Table of the placement.
         recorded: Whether the call records gradients.
         wants_weights: Whether the weights of the model require grad; in compiled code, True.
-        lease: Lease of the dispatcher; None in compiled code.
+        lease: Lease of the dispatcher; None if an operator makes the dispatch.
         async_op: Whether the caller does other work before ``finish``.
+        layer: Number of the layer for the meter; -1 in compiled code.
 
     Raises:
         InputError: An id is invalid; or the ranks exchange counts, and another rank makes a different call.
@@ -188,7 +195,7 @@ def start(
         raise needs_chunks(plan, config)
     sizes = plan.sizes
     if sizes.capacity is not None:
-        channel.meter.prepare(x_TD.device)
+        channel.meter.prepare(x_TD.device, layer)
     if config.balance is not None and placement is not None:
         placement, experts_L, ids_TK = plan_balance(channel, ids_TK)
     marks = [] if mark is None else [outcome if asks else torch.where(outcome > 0, -1, mark)]
@@ -208,8 +215,7 @@ def start(
     except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
         raise_alike(channel.control, problem(), facts=described(facts, lease), of_call=True, label="refusal")
         raise
-    channel.meter.rows["rank"] += padded - count
-    channel.meter.rows["cut"] += num_cut
+    channel.meter.count_rows(rank=padded - count, cut=num_cut)
     return Departed(
         channel=channel,
         started=started,
@@ -221,6 +227,8 @@ def start(
         valid_T=valid_T,
         placement=placement,
         experts_L=experts_L,
+        layer=layer,
+        recomputed=is_recomputation(),
     )
 
 

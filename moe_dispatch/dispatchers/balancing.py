@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_dispatch.balance.exact import EXACT, ExactPlacement
+from moe_dispatch.balance.exact import EXACT, ExactPlacement, ExactPlanner
 from moe_dispatch.balance.placement import EMPTY, ExpertPlacement
 from moe_dispatch.balance.planners import is_built_in, run_planner
 from moe_dispatch.balance.slot_table import slots_of
 from moe_dispatch.communication import device_types, own_device, raise_alike, read_host
 from moe_dispatch.dispatchers.agreement import REFUSED
-from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
+from moe_dispatch.dispatchers.channel import Channel, Lease, logger, profiler_range
 from moe_dispatch.errors import ConfigError, PeerError
 from moe_dispatch.permutation import count_experts
+
+_FAR = 1.1  # times the mean rows of a rank
 
 
 def place(lease: Lease, placement: ExpertPlacement, device: torch.device) -> None:
@@ -129,9 +131,33 @@ def plan_balance(channel: Channel, ids_TK: Tensor) -> tuple[ExpertPlacement | Ex
             raise_alike(channel.control, None, label="refusal")
             raise PeerError(f"Dispatcher.dispatch: ranks {refusing} refused their call.")
         if config.balance == EXACT:
-            plan = channel.planner(ids_TK.device).on_host(everyone[:, 1:]).to(ids_TK.device)
+            planner = channel.planner(ids_TK.device)
+            plan, is_uneven = planner.on_host(everyone[:, 1:])
+            if is_uneven:
+                _note_uneven(channel, everyone[:, 1:], planner)
+            plan = plan.to(ids_TK.device)
             return plan.placement, plan.experts_L, plan.slots_of(ids_TK)
         return _run_planner(channel, everyone[:, 1:], ids_TK)
+
+
+def _note_uneven(channel: Channel, counts_PE: Tensor, planner: ExactPlanner) -> None:
+    """Count a dispatch in which copies would have had too few rows. Warn once, if it is far from even."""
+    channel.meter.count_rows(uneven=1)
+    rows_P = counts_PE.sum(0).view(len(counts_PE), -1).sum(1).double()
+    times = float(rows_P.max() / rows_P.mean())
+    if times < _FAR or channel.has_warned or channel.communicator.rank:
+        return
+    channel.has_warned, left_out = True, planner(counts_PE).left_out
+    assert left_out is not None
+    logger.warning(
+        'balance="exact" has left out %d copies of experts in a dispatch of %d rows, because each would have had fewer '
+        "than balance_min_rows (%d) rows. The busiest rank has %.2f times the mean rows. balance_min_rows=0 makes "
+        "every copy. This is said once; metrics().dispatches_left_uneven counts such dispatches.",
+        int(left_out),
+        int(counts_PE.sum()),
+        planner.min_rows,
+        times,
+    )
 
 
 def _run_planner(channel: Channel, counts_PE: Tensor, ids_TK: Tensor) -> tuple[ExpertPlacement, Tensor, Tensor]:

@@ -59,9 +59,9 @@ _NO_RANGE = nullcontext()
 class Channel:
     """One backend, open on one group, for one config.
 
-    These attributes change later: ``checked``, the refcount ``users``, the capacity (in ``grow``), the recorder, the
-    planners of exact balance, which are made on use, and ``numbers``, which counts the dispatchers that the ranks have
-    built on the channel.
+    These attributes change later: ``checked`` and ``has_warned``, the refcount ``users``, the capacity (in ``grow``),
+    the recorder, the planners of exact balance, which are made on use, and ``numbers``, which counts the dispatchers
+    that the ranks have built on the channel.
 
     Attributes:
         context: The objects that the backend is opened with.
@@ -70,6 +70,7 @@ class Channel:
         capacity: Number of rows that the buffers of a dispatch hold; None if sizes follow the routing.
         watches: The watchdogs of the groups, if there are any. They report the name of the dispatcher that calls.
         checked: The kinds of tensors that ``check_call`` has found to fit.
+        has_warned: Whether a warning has said that ``balance="exact"`` left out copies.
         agrees_on_rows: Whether the ranks settle sizes with a collective.
         num_summed: Number of counts that ranks sum when they agree on sizes, 0 for none. The first counts invalid ids;
             the others, for a backend that uses them, count the slots that name each expert.
@@ -96,6 +97,7 @@ class Channel:
         first = communicator.rank * shape.num_local_experts
         self.meter = Meter(shape.num_local_experts, config.num_experts, first)
         self.checked: set[object] = set()
+        self.has_warned = False
         self.recorder: Recorder | None = None
         self._planners: dict[torch.device, ExactPlanner] = {}
         self.users = 0
@@ -179,6 +181,7 @@ class Lease:
         shared: What ``enter`` returns for a call: the channel, or in a block of ``join`` what stands in for it.
         number: Number of the dispatcher on its channel, in the order of building, so it is equal on all ranks. A copy
             has the number of its original.
+        layer: Number of the lease's own counters in the meter.
         placement: Placement in force. None if every rank holds its own experts and has no spare expert slots. Only
             ``place`` changes it.
         table: Table of the placement; None without one.
@@ -187,6 +190,7 @@ class Lease:
     def __init__(self, channel: Channel, name: str) -> None:
         with _lock:
             channel.users += 1
+            self.layer = channel.meter.add(name)
         self.name = name
         self.number = 0
         self.placement: ExpertPlacement | None = None
@@ -194,6 +198,10 @@ class Lease:
         self.opened = self.shared = channel
         self._collected = weakref.finalize(self, _release, channel, by_hand=False)
         self._collected.atexit = False  # at exit the process group is gone, and the process frees everything
+
+    def rename(self, name: str) -> None:
+        """Give the dispatcher another name."""
+        self.name = self.opened.meter.names[self.layer] = name
 
     def tell_watchdog(self) -> None:
         """Tell the watchdog, if there is one, that this dispatcher makes the next collectives."""
@@ -229,7 +237,8 @@ class Lease:
         In graph-safe mode the values of the old table change in place, so captured graphs follow.
         """
         channel = self.shared
-        channel.meter.place(device)
+        channel.meter.placed = True
+        channel.meter.prepare(device, self.layer)  # so that the first call may be captured
         graph_safe = channel.config.graph_safe
         table = channel.table_of(placement, device)
         self.placement = placement

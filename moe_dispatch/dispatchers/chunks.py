@@ -160,7 +160,7 @@ def _settle(
             whole = plan if isinstance(plan, Plan) else checks.draft_plan(channel, layout, x)
             real_rows, valid_T = (None, None) if layout.all_real else checks.rows_to_send(channel, whole, x_TD)
             if real_rows is not None:
-                channel.meter.rows["cut"] += len(x_TD) - len(real_rows)
+                channel.meter.count_rows(cut=len(x_TD) - len(real_rows))
             if not has_sizes and channel.agrees_on_rows and not channel.needs.exchanges_counts:
                 sent = real_rows if valid_T is None else valid_T
                 ids = routing.topk_ids if sent is None else routing.topk_ids[sent]

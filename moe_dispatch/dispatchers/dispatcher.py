@@ -262,6 +262,7 @@ class Dispatcher(nn.Module):
                         wants_weights=routing.topk_weights.requires_grad,
                         lease=lease,
                         async_op=async_op,
+                        layer=lease.layer,
                     )
                     if routing.drift is not None:
                         channel.meter.record_drift(self.name, routing.drift)
@@ -359,7 +360,9 @@ class Dispatcher(nn.Module):
 
         Returns:
             A tensor in the shape and the dtype of the x that was dispatched. Rows that hold no token or that no expert
-            received are zero. Sums are accumulated in ``max(float32, dtype)`` and rounded once.
+            received are zero. Sums are accumulated in ``max(float32, dtype)``. ``local``, ``allgather`` and
+            ``alltoall`` with ``reduction="exact"`` round only the total to the dtype of x; ``alltoall`` and ``deepep``
+            also round the partial sum of each rank, and ``hybridep`` every weighted row.
 
         Raises:
             InputError: The shape, dtype or device of ``rows`` does not fit.
@@ -424,6 +427,28 @@ class Dispatcher(nn.Module):
             gather: Whether to return totals of all ranks of the group, which is collective, or of this rank only.
         """
         return read_metrics(self._channel, gather=gather)
+
+    def expert_counts(self) -> Tensor:
+        """Return how many rows each expert has got from this layer. No host sync.
+
+        The counts grow for as long as the dispatcher is open, so those of a step are a difference of two results. A
+        layer that activation checkpointing recomputes counts once, padding and rows that were dropped do not count,
+        and replays of a CUDA graph do.
+
+        Returns:
+            int64 (E,), on the device of the rows. These are the rows that this rank has computed, of its own experts
+            and of copies, so the sum over the ranks of the group is what the router has chosen on all of them. Add up
+            all ranks that train the same experts, and you have what a balancing bias of the router needs.
+
+        Raises:
+            StateError: The dispatcher is closed; or a layer of the same config and group was compiled, because a
+                compiled call does not tell its layer.
+
+        Cost: one copy of E integers; no collective.
+        """
+        channel = self._channel
+        preferred = torch.device(self.config.device or "cpu")
+        return channel.meter.tokens_of(self._lease.layer, device_of(channel.communicator.group, preferred))
 
     def self_test(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         """Send random rows through identity experts, and compare the result and the gradients with the exact ones.

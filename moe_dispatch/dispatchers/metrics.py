@@ -1,6 +1,7 @@
-"""Count the tokens, padding, needs, bytes and collectives of a channel.
+"""Count the tokens of each layer, and the padding, needs, bytes and collectives of a channel.
 
-Counters on the device are read only on request.
+Counters on the device are read only on request. A recomputed call is a dispatch that moves bytes, but its rows were
+counted in the forward.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 class Metrics:
     """Totals since the channel was opened.
 
+    Rows and slots count once: activation checkpointing does not count them again when it recomputes a layer.
+    Dispatches, bytes and collectives count again.
+
     Replays of a CUDA graph count tokens, expert padding and masked rows, because the device counts them. Replays do not
     count dispatches, rank padding, cut rows, bytes and collectives, because the host counts them.
 
@@ -37,8 +41,13 @@ class Metrics:
         real_tokens_per_expert: Rows that each expert got, without padding: int64 on the CPU, (L,); with ``gather``,
             (E,). Under a placement it is (E,) in both cases, and rows of all copies of an expert count for the expert.
             Without ``gather`` these are the rows that this rank computed.
-        imbalance: Rows of the busiest expert divided by the mean: 1.0 is balanced, 0.0 means no rows.
-        rank_imbalance: With ``gather``, rows of the busiest rank divided by the mean; otherwise None.
+        tokens_by_layer: Rows that each expert got from each layer, by name of the dispatcher: int64 (E,) on the CPU.
+            Without ``gather``, the rows that this rank computed. Layers without a call are missing. Calls
+            inside torch.compile are in the totals only.
+        imbalance: Rows of the busiest expert divided by the mean: 1.0 is balanced, 0.0 means no rows. The layers are
+            summed first, so a layer may be less balanced.
+        rank_imbalance: With ``gather``, rows of the busiest rank divided by the mean, summed over layers; otherwise
+            None.
         rows_padded: Number of padding rows that were added, by cause: "rank" for equal or aligned rows per rank,
             "expert" for ``pad_multiple``.
         rows_skipped: Number of rows that hold no token in their layout: "cut" rows were not sent, "masked" rows had
@@ -47,14 +56,17 @@ class Metrics:
         collectives: Number of calls, by collective.
         expert_copies: Number of copies of experts that ``balance="exact"`` made on this rank, over all dispatches; with
             ``gather``, on all ranks.
-        slots_replayed: Slots whose expert came from a ``RoutingTable``, by name of the dispatcher. Recomputation counts
-            them again. Calls inside torch.compile and selective checkpointing are not counted.
+        dispatches_left_uneven: Number of dispatches in which ``balance="exact"`` left out copies of experts that would
+            have had fewer than ``balance_min_rows`` rows; with ``gather``, the sum over ranks.
+        slots_replayed: Slots whose expert came from a ``RoutingTable``, by name of the dispatcher. Calls inside
+            torch.compile and selective checkpointing are not counted.
         slots_drifted: Those of them in which the router would not have chosen this expert, by name of the dispatcher.
     """
 
     backend: str
     dispatches: int
     real_tokens_per_expert: Tensor
+    tokens_by_layer: dict[str, Tensor]
     imbalance: float
     rank_imbalance: float | None
     rows_padded: dict[str, int]
@@ -62,6 +74,7 @@ class Metrics:
     bytes_sent: dict[str, int]
     collectives: dict[str, int]
     expert_copies: int
+    dispatches_left_uneven: int
     slots_replayed: dict[str, int]
     slots_drifted: dict[str, int]
 
@@ -72,15 +85,22 @@ class Metrics:
 
 
 _NO_TURN = nullcontext()
+_COMPILED = -1
+
+
+def is_recomputation() -> bool:
+    """Return whether the call runs inside a backward, where activation checkpointing repeats a forward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @final
 class Meter:
     """The counters of a channel, behind ``Metrics`` and ``RequiredCapacity``. Most of them are on the device.
 
-    All dispatches of a channel write to the same counters. Micro-batches may run on CUDA streams of their own, which do
-    not wait for each other. So everything that touches a counter takes its turn: it waits for the last turn on another
-    stream. The streams wait and the host does not, and what else they do stays unordered.
+    Rows of experts have a counter for each layer, and the rest has one for the channel. Micro-batches may run on CUDA
+    streams of their own, which do not wait for each other. So everything that touches a counter takes its turn: it
+    waits for the last turn on another stream. The streams wait and the host does not, and what else they do stays
+    unordered.
 
     Replays of a CUDA graph write to the counters that it was captured with, so counters stay where they are.
 
@@ -90,19 +110,30 @@ class Meter:
         first_expert: The expert in the first slot of this rank where no placement is in force.
 
     Attributes:
+        names: The name of each layer.
         placed: Whether a dispatcher of the channel has a placement.
-        rows: Counts on the host: padding rows that a rank added ("rank"), rows that were "cut" out, and "dispatches".
+        rows: Counts on the host: padding rows that a rank added ("rank"), rows that were "cut" out, "dispatches", and
+            dispatches that balancing left "uneven".
     """
 
-    def __init__(self, num_slots: int, num_experts: int = 0, first_expert: int = 0) -> None:
-        self._num_slots, self._num_experts, self._first = num_slots, num_experts, first_expert
+    def __init__(self, num_slots: int, num_experts: int, first_expert: int = 0) -> None:
+        self._num_slots, self._num_experts = num_slots, num_experts
+        self._own = slice(first_expert, first_expert + num_slots)
+        self.names: list[str] = []
         self.placed = False
-        self.rows: Counter[str] = Counter({"rank": 0, "cut": 0, "dispatches": 0})
-        # Real rows and padding of each slot; masked rows; needs, which are maxima, so that a dispatch may be repeated;
-        # under a placement the real rows of each expert, with a last entry for empty slots, and the copies.
+        self.rows: Counter[str] = Counter({"rank": 0, "cut": 0, "dispatches": 0, "uneven": 0})
+        # Padding of each slot; masked rows; needs, which are maxima, so that a dispatch may be repeated; copies.
         self._counters: dict[torch.device, tuple[Tensor, ...]] = {}
+        # The real rows of each expert, by layer, with a last entry for empty slots; and the part of this rank's own.
+        self._layers: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._called = set[int]()
         self._drift: dict[tuple[str, torch.device], Tensor] = {}
         self._turns: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+
+    def add(self, name: str) -> int:
+        """Return the number of a new layer."""
+        self.names.append(name)
+        return len(self.names) - 1
 
     def turn(self, device: torch.device) -> AbstractContextManager[None]:
         """Let the current stream wait for the last turn on the device. The block is the next turn.
@@ -130,48 +161,81 @@ class Meter:
             StateError: A CUDA graph is being captured. Every replay would reset the counter.
         """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise StateError(f"Dispatcher.dispatch: run a {what}call once before a CUDA graph captures it.")
+            raise StateError(
+                f"Dispatcher.dispatch: run a {what}call of each layer once before a CUDA graph captures it."
+            )
         # Training must be able to write to a counter that an evaluation made.
         with torch.inference_mode(False), self.turn(device):
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-    def prepare(self, device: torch.device) -> None:
-        """Make the counters of a device that are still missing.
+    def prepare(self, device: torch.device, layer: int = _COMPILED) -> None:
+        """Make the counters of a device and a layer that are still missing.
 
         Raises:
-            StateError: The first call on the device is being captured in a CUDA graph.
+            StateError: The first call of the layer on the device is being captured in a CUDA graph.
         """
-        if device not in self._counters:
-            shapes = (self._num_slots,), (self._num_slots,), (), (3,), (self._num_experts + 1,), ()
-            self._counters[device] = tuple(self._zeros("", device, *shape) for shape in shapes)
-
-    def place(self, device: torch.device) -> None:
-        """Count by expert from now on. A graph that is captured after this call counts by expert too."""
-        self.placed = True
-        self.prepare(device)
+        if (layer, device) not in self._layers:
+            by_expert = self._zeros("", device, self._num_experts + 1)
+            if device not in self._counters:
+                shapes = (self._num_slots,), (), (3,), ()
+                self._counters[device] = tuple(self._zeros("", device, *shape) for shape in shapes)
+            with torch.inference_mode(False):
+                self._layers[layer, device] = by_expert, by_expert[self._own]
 
     def record(self, arrived: Arrived, departed: Departed) -> None:
         """Count one dispatch. No sync. In place, so that replays write to the same counters."""
         device = arrived.rows.device
-        if device not in self._counters:
-            self.prepare(device)
+        self.prepare(device, departed.layer)
+        if departed.layer != _COMPILED:
+            self._called.add(departed.layer)
         with self.turn(device) if device.type == "cuda" else _NO_TURN:
-            real, padding, masked, needs, by_expert, copies = self._counters[device]
-            if departed.experts_L is None:
-                real.add_(arrived.real_tokens_per_expert)
-            else:
-                experts_L = departed.experts_L.to(device)
-                by_expert.index_add_(0, experts_L, arrived.real_tokens_per_expert)
-                if isinstance(departed.placement, ExactPlacement):
-                    of_spare_slots = experts_L[-departed.placement.copies_PS.shape[1] :]
-                    copies.add_((of_spare_slots < self._num_experts).sum())
-            if arrived.tokens_per_expert is not arrived.real_tokens_per_expert:
-                padding.add_(arrived.tokens_per_expert).sub_(arrived.real_tokens_per_expert)
-            if departed.valid_T is not None:
-                masked.add_(len(departed.valid_T) - departed.valid_T.sum())
+            padding, masked, needs, copies = self._counters[device]
+            if not departed.recomputed:
+                by_expert, own = self._layers[departed.layer, device]
+                if departed.experts_L is None:
+                    own.add_(arrived.real_tokens_per_expert)
+                else:
+                    experts_L = departed.experts_L.to(device)
+                    by_expert.index_add_(0, experts_L, arrived.real_tokens_per_expert)
+                    if isinstance(departed.placement, ExactPlacement):
+                        of_spare_slots = experts_L[-departed.placement.copies_PS.shape[1] :]
+                        copies.add_((of_spare_slots < self._num_experts).sum())
+                if arrived.tokens_per_expert is not arrived.real_tokens_per_expert:
+                    padding.add_(arrived.tokens_per_expert).sub_(arrived.real_tokens_per_expert)
+                if departed.valid_T is not None:
+                    masked.add_(len(departed.valid_T) - departed.valid_T.sum())
             if arrived.demand is not None:
                 torch.maximum(needs, torch.cat([arrived.demand, departed.outcome.view(1)]), out=needs)
         self.rows["dispatches"] += 1
+
+    def count_rows(self, **by_cause: int) -> None:
+        """Count what the host knows, by name in ``rows``, unless a call is recomputed."""
+        if not is_recomputation():
+            self.rows.update(by_cause)
+
+    def tokens_of(self, layer: int, default: torch.device) -> Tensor:
+        """Return a copy of the rows that each expert got from a layer, int64 (E,), on their device. No sync.
+
+        Args:
+            layer: Number of the layer.
+            default: Device of the zeros that are returned before the first dispatch.
+
+        Raises:
+            StateError: A call in torch.compile was counted, and its layer is not known.
+        """
+        if any(number == _COMPILED for number, _ in self._layers):
+            raise StateError(
+                "Dispatcher.expert_counts: a layer of this config and group ran in torch.compile, where calls do not "
+                "tell their layer. Add up sent.real_tokens_per_expert in the layer, or read the totals of metrics()."
+            )
+        found = []
+        for (number, device), (by_expert, _) in self._layers.items():
+            if number == layer:
+                with self.turn(device):
+                    found.append(by_expert[:-1].clone())
+        if not found:
+            return torch.zeros(self._num_experts, dtype=torch.int64, device=default)
+        return found[0] if len(found) == 1 else torch.stack([tokens.to(found[0].device) for tokens in found]).sum(0)
 
     def record_drift(self, name: str, drift: Tensor) -> None:
         """Count the slots of a replayed routing, ``Routing.drift``, for the dispatcher of this name. No sync.
@@ -179,6 +243,8 @@ class Meter:
         Raises:
             StateError: The first replay on the device is being captured in a CUDA graph.
         """
+        if is_recomputation():
+            return
         key = (name, drift.device)
         if key not in self._drift:
             self._drift[key] = self._zeros("replayed ", drift.device, 2)
@@ -202,39 +268,36 @@ class Meter:
     @property
     def masked(self) -> int:
         """Number of rows masked so far. A host sync on a GPU."""
-        return sum(self._read(masked) for _, _, masked, *_ in self._counters.values())
+        return sum(self._read(masked) for _, masked, *_ in self._counters.values())
 
-    def tokens(self) -> tuple[list[int], int]:
-        """Return the real rows of each expert, and the padding of all experts. A host sync on a GPU.
+    def tokens(self) -> tuple[list[int], int, dict[str, list[int]]]:
+        """Return the real rows of each expert, the padding of all experts, and the real rows by layer.
 
-        There are L experts, or E if there is a placement.
+        There are L experts, or E if there is a placement, and E in each layer. A host sync on a GPU.
         """
-        real = self._sums(self._num_slots, (counters[0] for counters in self._counters.values()))
-        padding = sum(self._sums(self._num_slots, (counters[1] for counters in self._counters.values())))
-        if not self.placed:
-            return real, padding
-        *by_expert, _ = self._sums(self._num_experts + 1, (by_expert for *_, by_expert, _ in self._counters.values()))
-        for number, rows in enumerate(real):
-            if rows:  # of a dispatch before the placement
-                by_expert[self._first + number] += rows
-        return by_expert, padding
+        total, by_layer = [0] * self._num_experts, dict[str, list[int]]()
+        for (layer, _), (by_expert, _) in self._layers.items():
+            *rows, _ = self._read(by_expert)
+            total = [*map(sum, zip(total, rows, strict=True))]
+            if layer in self._called:
+                name = self.names[layer]
+                by_layer[name] = [*map(sum, zip(by_layer.get(name, [0] * len(rows)), rows, strict=True))]
+        padding = sum(sum(self._read(padding)) for padding, *_ in self._counters.values())
+        return total if self.placed else total[self._own], padding, by_layer
 
     def needs(self) -> list[int]:
         """Return the largest needs of one dispatch of this rank in graph-safe mode, since the channel was opened.
 
         They are the rows for its experts, the rows for one rank, and the invalid ids. A host sync on a GPU.
         """
-        needs = [self._read(needs) for *_, needs, _, _ in self._counters.values()]
+        needs = [self._read(needs) for _, _, needs, _ in self._counters.values()]
         return [max(each) for each in zip([0, 0, 0], *needs, strict=True)]
 
     def forget_invalid_ids(self) -> None:
         """Reset the need of invalid ids, after they were reported."""
-        for device, (*_, needs, _, _) in self._counters.items():
+        for device, (_, _, needs, _) in self._counters.items():
             with self.turn(device):
                 needs[2:].zero_()
-
-    def _sums(self, length: int, counters: Iterable[Tensor]) -> list[int]:
-        return [sum(each) for each in zip([0] * length, *map(self._read, counters), strict=True)]
 
     def _read(self, counter: Tensor) -> Any:
         with self.turn(counter.device):
@@ -253,7 +316,7 @@ def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
         *meter.drift(),
     ]
     everyone = channel.control.gather_json(mine, label="metrics") if gather else [mine]
-    real, padding, *others = zip(*everyone, strict=True)
+    real, padding, layers, *others = zip(*everyone, strict=True)
     rows, sent, calls, copies, drifted, replayed = map(_total, others)
     tokens = torch.tensor(real, dtype=torch.int64, device="cpu")
     ranks = tokens.sum(1)
@@ -262,6 +325,10 @@ def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
         backend=channel.backend_name,
         dispatches=rows["dispatches"],
         real_tokens_per_expert=tokens,
+        tokens_by_layer={
+            name: torch.tensor([of[name] for of in layers if name in of], dtype=torch.int64, device="cpu").sum(0)
+            for name in dict.fromkeys(name for of in layers for name in of)
+        },
         imbalance=_busiest_over_mean(tokens),
         rank_imbalance=_busiest_over_mean(ranks) if gather else None,
         rows_padded={"rank": rows["rank"], "expert": sum(padding)},
@@ -269,6 +336,7 @@ def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
         bytes_sent=dict(sent),
         collectives=dict(calls),
         expert_copies=copies["copies"],
+        dispatches_left_uneven=rows["uneven"],
         slots_replayed=dict(replayed),
         slots_drifted=dict(drifted),
     )

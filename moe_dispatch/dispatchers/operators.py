@@ -72,7 +72,8 @@ def dispatch(
         table: The two tensors of the ``SlotTable``; empty if there is none.
         channel: Name of the channel.
         recorded: Whether the call records gradients.
-        numbers: The five numbers of ``_flat_sizes``. If the first two are -1, the sizes are settled here.
+        numbers: The five numbers of ``_flat_sizes``, and the number of the layer for the meter, or -1 if the call is
+            compiled. If the first two are -1, the sizes are settled here.
 
     Returns:
         Rows grouped by expert, (R, D); their weights, (R,); real rows per expert, int64 (L,); if rows are delivered
@@ -87,7 +88,8 @@ def dispatch(
         )
     if link.recorder is not None:
         link.recorder.refuse("torch.compile or selective checkpointing")
-    given, routing = _sizes_from(numbers), Routing(ids, weights)
+    *sizes, layer = numbers
+    given, routing = _sizes_from(sizes), Routing(ids, weights)
     if given.capacity is not None:
         # The traced capacity is used, because a recomputation may run after the dispatcher has grown.
         rows_sent = _foreseen_rows(link, None)
@@ -113,6 +115,7 @@ def dispatch(
             placement=None,
             table=SlotTable(copies_EC=table[0], experts_L=table[1]) if table else None,
             recorded=recorded,
+            layer=layer,
         )
         arrived = finish(departed)
     edge, *quantised = _results(arrived.delivered, rows.dtype)
@@ -125,7 +128,7 @@ def _(rows: Tensor, ids: Tensor, weights: Tensor, real_rows: Tensor | None, *oth
     _, _, channel, _, numbers = others
     link = named_channel(channel)
     new_size = cast(Callable[[], int], get_ctx().new_dynamic_size)
-    given = _sizes_from(numbers)
+    given = _sizes_from(numbers[:-1])
     padded = given.padded_rows
     if padded is None:
         padded = _foreseen_rows(link, rows.shape[0] if real_rows is None else real_rows.shape[0])
@@ -399,7 +402,8 @@ def trace_dispatch(
         [] if lease.table is None else [lease.table.copies_EC, lease.table.experts_L],
         channel.name,
         torch.is_grad_enabled(),
-        _flat_sizes(sizes, capacity),
+        # Layers with the same code share a compiled graph, so a compiled call must not depend on its layer.
+        [*_flat_sizes(sizes, capacity), -1 if torch.compiler.is_compiling() else lease.layer],
     )
     pad_multiple = channel.shape.pad_multiple
     padded_L = real_L if pad_multiple == 1 else real_L + (-real_L % pad_multiple)

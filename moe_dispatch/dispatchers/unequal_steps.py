@@ -37,6 +37,7 @@ from moe_dispatch.dispatchers.balancing import device_of_tables
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.checks import ROW_DTYPES, check_combine
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, receive
+from moe_dispatch.dispatchers.metrics import is_recomputation
 from moe_dispatch.errors import ConfigError, InputError, LostPeerError, MoEDispatchError, PeerError, StateError
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Sizes
@@ -92,7 +93,7 @@ def join(layers: Iterable[Dispatcher] | Mapping[Dispatcher, Experts]) -> Iterato
         LostPeerError: Another rank has failed in the block. The error has its number, its last call and its error.
         PeerError: Another rank refused its call, or its layers.
 
-    Cost: one all-reduce of 19 integers on the control group before each exchange in the block, with a host sync on a
+    Cost: one all-reduce of 21 integers on the control group before each exchange in the block, with a host sync on a
     GPU-only group; before an error, also an exchange of texts. Nothing outside of the block. A rank that is done does
     not recompute: it keeps what its experts need until the backward.
 
@@ -264,7 +265,7 @@ class _Session:
         """Tell the others what comes next, and learn it from them. Collective.
 
         Args:
-            *message: The exchange, the number of the dispatch, and up to six numbers more; nothing if this rank is
+            *message: The exchange, the number of the dispatch, and up to seven numbers more; nothing if this rank is
                 done.
             layer: Number of the layer that calls, if it is known.
             mark: Mark of a dispatch.
@@ -280,7 +281,7 @@ class _Session:
                 Raised on every rank.
         """
         decides = bool(message) and message[0] != _REFUSE  # a rank that is done or refuses follows the others
-        padded = [*message, *[0 if decides else _NOTHING] * (8 - len(message))]
+        padded = [*message, *[0 if decides else _NOTHING] * (9 - len(message))]
         told = [*padded, *(-number if decides else _NOTHING for number in padded)]
         oldest = min(self.routes, default=self.count) if message else -_NOTHING
         if self.failed:
@@ -288,7 +289,7 @@ class _Session:
         self.in_exchange = True
         began = _NOTHING if message else self.began
         *found, mark, oldest, began = self.control.max([*told, mark, -oldest, began], label="join")
-        high, low = found[:8], [-number for number in found[8:]]
+        high, low = found[:9], [-number for number in found[9:]]
         differ = high[0] > _REFUSE and high != low
         if differ or high[0] == _FAILED or (high[0] in _FOLLOWING and high[1] < began):
             mine = [message, self.began, failure or self._name(message, layer), self._details(message)]
@@ -315,7 +316,7 @@ class _Session:
 
     def _details(self, message: Sequence[int]) -> str:
         """Return what may differ between calls of the same name."""
-        numbers = {_START: message[3:6], _COMBINE: message[2:3]}.get(message[0], ()) if message else ()
+        numbers = message[3:6] if message and message[0] == _START else ()
         return "".join(f", {'no autocast' if number < 0 else _DTYPES[number]}" for number in numbers)
 
     def _error(self, told: Sequence[tuple[Sequence[int], int, str, str]], *, differ: bool) -> MoEDispatchError:
@@ -379,7 +380,7 @@ class _Session:
                 channel = self._channels[numbers[0]]
                 channel.backend.refuse(device_of_tables(channel, None))
             else:
-                self._start(*numbers[:6], mark=mark)
+                self._start(*numbers[:7], mark=mark)
         self.in_exchange = False
         return True
 
@@ -393,7 +394,16 @@ class _Session:
         self.control.max_and_sum(nothing, [sums], label="sizes")
 
     def _start(
-        self, number: int, dtype: int, weights_dtype: int, autocast: int, padded: int, largest: int, *, mark: int
+        self,
+        number: int,
+        dtype: int,
+        weights_dtype: int,
+        autocast: int,
+        padded: int,
+        largest: int,
+        recomputed: int,
+        *,
+        mark: int,
     ) -> None:
         """Start a dispatch without rows, or with padding where ranks bring equal numbers."""
         lease, channel = self._leases[number], self._channels[number]
@@ -422,6 +432,8 @@ class _Session:
             valid_T=None,
             placement=None,
             experts_L=None,
+            layer=lease.layer,
+            recomputed=bool(recomputed),
         )
         self._calls[serial] = _Call(
             number=number,
@@ -547,7 +559,8 @@ class _Backend(Backend):
         dtypes = [_DTYPES.index(tensor.dtype) for tensor in (rows_TD, weights_TK)]
         autocast = _DTYPES.index(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else -1
         told = _NOTHING if mark is None else read_host(mark.view(1))[0]
-        with self._announced(_START, *dtypes, autocast, *_flat(sizes), mark=told):
+        again = is_recomputation()
+        with self._announced(_START, *dtypes, autocast, *_flat(sizes), again, mark=told):
             serial = session.count
             session.began = session.count = serial + 1
             started = self._inner.start(rows_TD, ids_TK, weights_TK, sizes, *([] if mark is None else [mark]))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch._quantisation import RECIPES
+from moe_dispatch.backends.registry import BackendName
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
@@ -33,7 +34,7 @@ __all__ = ["AutomodelDispatcher", "use_moe_dispatch"]
 _NOT_OPTIONS = ("hidden_size", "num_experts", "top_k", "weights")
 
 
-def use_moe_dispatch(*, backend: str | dict[str, Any] = "auto", **options: Any) -> None:
+def use_moe_dispatch(*, backend: BackendName | str | dict[str, Any] = "auto", **options: Any) -> None:
     """Make the grouped experts of models that are built from now on use our token dispatcher.
 
     Set ``dispatcher: hybridep`` in Automodel, whatever the backend here is: with ``torch``, Automodel uses experts that

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from moe_dispatch.backends.registry import BackendName
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import ConfigError, InputError, StateError
@@ -235,7 +236,9 @@ def moe_dispatch_override(
     return derive(cfg, MoEDispatchRoutedExperts.Config, token_dispatcher=ours)
 
 
-def use_moe_dispatch(model_config: Any, *, backend: str | dict[str, Any] = "auto", **options: Any) -> list[str]:
+def use_moe_dispatch(
+    model_config: Any, *, backend: BackendName | str | dict[str, Any] = "auto", **options: Any
+) -> list[str]:
     """Replace the token dispatchers of all MoE layers in a model's config, in place, before the model is built.
 
     Args:

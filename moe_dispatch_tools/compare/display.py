@@ -25,6 +25,13 @@ def show_case(case: dict[str, Any], task: Task) -> None:
     for one in outcomes:
         if one["refused"] is not None:
             console.line(f"{one['backend']}, {one['mode']}: not run: {one['refused']}", mark="-")
+    for one in outcomes:
+        if one["uneven"]:
+            console.line(
+                f"{one['backend']}, {one['mode']}: {one['uneven']} dispatches in {case['steps']} steps left out copies "
+                "of experts that would have had fewer than balance_min_rows rows. balance_min_rows=0 makes every copy.",
+                mark="-",
+            )
     if case["agree"]:
         console.line("all agree with the reference", mark="ok")
     else:
@@ -97,12 +104,15 @@ def _cells(form: str, values: Iterable[Any]) -> list[str]:
 
 
 def draw(cases: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write a picture of the times by phase to ``path``: a panel for each case."""
+    """Write a picture of the times to ``path``: a panel for each case, and bars as long as the totals of the tables.
+
+    A median of totals is no sum of medians of phases, so the medians only say how a bar is divided.
+    """
     panels = [
         (
             case["case"],
             [
-                (f"{one['backend']}, {one['mode']}", [one["milliseconds"][phase] for phase in PHASES])
+                (f"{one['backend']}, {one['mode']}", _parts_of_total(one["milliseconds"]))
                 for one in case["outcomes"]
                 if one["rounds"]
             ],
@@ -110,4 +120,9 @@ def draw(cases: Sequence[dict[str, Any]], path: Path) -> None:
         for case in cases
     ]
     if panels := [(title, bars) for title, bars in panels if bars]:
-        save_bars(panels, PHASES, path, xlabel="ms, medians")
+        save_bars(panels, PHASES, path, xlabel="median total in ms, divided by the medians of the phases")
+
+
+def _parts_of_total(milliseconds: dict[str, float]) -> list[float]:
+    phases = [milliseconds[phase] for phase in PHASES]
+    return [milliseconds["total"] * phase / sum(phases) for phase in phases]

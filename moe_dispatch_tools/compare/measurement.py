@@ -134,6 +134,7 @@ def measure(task: Task, place: Place, send: Send) -> None:
     - bytes_sent: Bytes of the collectives of torch.distributed by phase, sum of all ranks, mean of all steps. None if
       another library sends the rows.
     - rows_padded: Padding rows by cause, sum of all ranks, mean of all steps.
+    - uneven: Number of dispatches in all steps that left out copies of experts because of ``balance_min_rows``.
     - peak_rows: Most rows that a rank's experts got in any step. imbalance: Rows of the busiest rank divided by the
       mean of all ranks, mean of all steps.
     - host_syncs: Host syncs of rank 0 in the first step, including the plan.
@@ -203,7 +204,7 @@ def _measure_case(task: Task, workload: Workload, place: Place, send: Send) -> d
 
 
 def _empty(variant: Variant) -> Outcome:
-    names = ("refused", "dropped", "agrees", "rows_padded", "peak_rows", "imbalance", "host_syncs")
+    names = ("refused", "dropped", "agrees", "rows_padded", "uneven", "peak_rows", "imbalance", "host_syncs")
     return {
         "backend": variant.label,
         "mode": variant.mode,
@@ -320,8 +321,11 @@ def _count(
     if dispatcher is None or "emulate" not in type(dispatcher._channel.options).model_fields:
         found["bytes_sent"] = dict(zip(PHASES, (sums / len(steps)).tolist(), strict=True))
     if dispatcher is not None and before is not None:
-        after = dispatcher.metrics(gather=True).rows_padded
-        found["rows_padded"] = {cause: (rows - before.rows_padded[cause]) / len(steps) for cause, rows in after.items()}
+        after = dispatcher.metrics(gather=True)
+        found["rows_padded"] = {
+            cause: (rows - before.rows_padded[cause]) / len(steps) for cause, rows in after.rows_padded.items()
+        }
+        found["uneven"] = (after.dispatches_left_uneven - before.dispatches_left_uneven) // place.size
     call = steps[0].call(place.device)
     contender.prepare(call)
     counting: AbstractContextManager[list[Any]] = count_host_syncs() if place.rank == 0 else nullcontext([])

@@ -6,6 +6,7 @@ The first dimension of ``Counts`` is C: dispatches of a trace, or steps of a run
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -199,7 +200,12 @@ def trace_content(name: str, trace: Trace) -> dict[str, Any]:
         "trace": name,
         "intro": [_summary(counts)],
         "settings": _settings(trace, {"dispatchers": len(trace.layers), "steps": trace.steps}),
-        "sections": [*_common(counts), bytes_section(counts, text)],
+        "sections": [
+            load_section(counts),
+            imbalance_section(counts),
+            padding_section(counts),
+            bytes_section(counts, text),
+        ],
     }
 
 
@@ -237,10 +243,6 @@ def counts_of(trace: Trace) -> tuple[Counts, Traffic | None]:
     return counts, traffic
 
 
-def _common(counts: Counts) -> list[Section]:
-    return [load_section(counts), imbalance_section(counts), padding_section(counts)]
-
-
 def _summary(counts: Counts) -> str:
     imbalance_C = counts.imbalances["busiest expert"]
     worst = int(imbalance_C.argmax())
@@ -273,7 +275,18 @@ def run_content(name: str, run: RunLog) -> dict[str, Any]:
         padding_CP={label: run.rows[cause] for label, cause in causes.items()},
         sent_CP=run.sent,
     )
-    intro = [_summary(counts)]
+    layers = counts
+    # A log of an earlier version has no counts of layers, and no log has those of compiled layers.
+    if any(run.layer_tokens) and sum(run.layer_tokens.values()).equal(run.tokens_SE):  # type: ignore[union-attr]
+        layers = dataclasses.replace(
+            counts,
+            names=[name or "without a name" for name in run.layer_tokens],
+            layer_C=torch.arange(len(run.layer_tokens)).repeat_interleave(run.steps),
+            step_C=counts.step_C.repeat(len(run.layer_tokens)),
+            tokens_CE=torch.cat([*run.layer_tokens.values()]),
+            received_CP=torch.cat([*run.layer_received.values()]),
+        )
+    intro = [_summary(layers)]
     if len(set(run.written)) > 1:
         intro.append(
             f"Ranks ended after different numbers of steps, from {min(run.written)} to {max(run.written)}. This page "
@@ -286,7 +299,9 @@ def run_content(name: str, run: RunLog) -> dict[str, Any]:
         "intro": intro,
         "settings": {**({"dispatcher": run.name} if run.name else {}), **_settings(run, more)},
         "sections": [
-            *_common(counts),
+            load_section(layers),
+            imbalance_section(layers),
+            padding_section(counts),
             bytes_section(counts),
             *_run_overflow(run, counts),
             *([_replay_section(run, counts)] if run.slots_replayed else []),

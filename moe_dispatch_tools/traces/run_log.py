@@ -31,6 +31,7 @@ from moe_dispatch_tools.traces.trace import Count, Name, config_from, first_faul
 
 if TYPE_CHECKING:
     from moe_dispatch.dispatchers import Dispatcher
+    from moe_dispatch.dispatchers.channel import Channel
 
 FORMAT = 1
 _FILE = re.compile(r"rank(\d+)\.jsonl")
@@ -54,6 +55,9 @@ class RunLog:
         dispatches_SP: The number of calls of dispatch.
         tokens_SE: The number of rows that went to each expert.
         received_SP: The number of rows that the experts on each rank got, copies of other ranks' experts included.
+        layer_tokens: ``tokens_SE`` of each layer, by name of its dispatcher. Layers that ran in torch.compile are
+            missing.
+        layer_received: ``received_SP`` of each layer, by name of its dispatcher.
         rows: The number of padding rows, each (S, P), by cause: "rank", "expert", "cut" and "masked" of ``Metrics``.
         sent: The number of bytes sent to other ranks, each (S, P), by collective.
         needed_SP: The largest number of rows that any dispatch so far needed for the experts of a rank; None if not
@@ -76,6 +80,8 @@ class RunLog:
     dispatches_SP: Tensor
     tokens_SE: Tensor
     received_SP: Tensor
+    layer_tokens: dict[str, Tensor]
+    layer_received: dict[str, Tensor]
     rows: dict[str, Tensor]
     sent: dict[str, Tensor]
     needed_SP: Tensor | None
@@ -222,6 +228,7 @@ def _totals(dispatcher: Dispatcher) -> dict[str, Any]:
     totals = {
         "dispatches": metrics.dispatches,
         "tokens": metrics.real_tokens_per_expert.tolist(),
+        "layers": {name: _own(tokens.tolist(), channel) for name, tokens in metrics.tokens_by_layer.items()},
         "rows": {**metrics.rows_padded, **metrics.rows_skipped},
         "sent": metrics.bytes_sent,
     }
@@ -233,12 +240,21 @@ def _totals(dispatcher: Dispatcher) -> dict[str, Any]:
     return totals
 
 
+def _own(tokens: list[int], channel: Channel) -> list[int]:
+    """Leave out the experts of other ranks, which have no rows here unless there is a placement."""
+    if channel.meter.placed:
+        return tokens
+    local, rank = channel.shape.num_local_experts, channel.communicator.rank
+    return tokens[rank * local : (rank + 1) * local]
+
+
 @final
 class _Totals(BaseModel):
     """The result of ``_totals``."""
 
     dispatches: Count
     tokens: list[Count]
+    layers: dict[Name, list[Count]] = {}
     rows: dict[Literal["rank", "expert", "cut", "masked"], Count]
     sent: dict[Name, Count]
     replayed: dict[Name, Count] = {}
@@ -313,17 +329,29 @@ def _run_log(directory: Path, header: _Header, files: Sequence[list[_Totals]]) -
         return None if any(None in of_rank for of_rank in values) else torch.tensor(values)[:, 1:].t()
 
     config = config_from(header.config, header.versions, where=f"RunLog.load: the config of {directory}")
-    lengths = {len(total.tokens) for rank in ranks for total in rank}
+    names = dict.fromkeys(name for rank in ranks for total in rank[-1:] for name in total.layers)
+    lengths = {len(each) for rank in ranks for total in rank for each in (total.tokens, *total.layers.values())}
     if not lengths <= {config.num_experts, config.num_experts // len(ranks)}:
         raise TraceError(
             f"RunLog.load: {directory} must have counts of {config.num_experts} experts, or of those of a rank, got "
             f"{', '.join(map(str, sorted(lengths)))}. Copy the files again."
         )
-    tokens_PSE = torch.zeros(len(ranks), steps + 1, config.num_experts, dtype=torch.int64)
-    for rank, totals in enumerate(ranks):
-        for step, total in enumerate(totals):  # without a placement, a rank has counts of its own experts
-            own = slice(None) if len(total.tokens) == config.num_experts else slice(rank * len(total.tokens), None)
-            tokens_PSE[rank, step, own][: len(total.tokens)] = torch.tensor(total.tokens, dtype=torch.int64)
+
+    def tokens(of: Callable[[_Totals], list[int]]) -> tuple[Tensor, Tensor]:
+        """Return the rows of each expert, and the rows that each rank got, of every step: (S, E) and (S, P)."""
+        tokens_SE = torch.zeros(steps + 1, config.num_experts, dtype=torch.int64)
+        received_SP = torch.zeros(steps + 1, len(ranks), dtype=torch.int64)
+        for rank, totals in enumerate(ranks):
+            for step, total in enumerate(totals):
+                rows = torch.tensor(of(total), dtype=torch.int64)
+                # Without a placement, a rank has counts of its own experts.
+                first = 0 if len(rows) == config.num_experts else rank * len(rows)
+                tokens_SE[step, first : first + len(rows)] += rows
+                received_SP[step, rank] = rows.sum()
+        return tokens_SE.diff(dim=0), received_SP.diff(dim=0)
+
+    tokens_SE, received_SP = tokens(lambda total: total.tokens)
+    of_layers = {name: tokens(lambda total: total.layers.get(name, [])) for name in names}  # noqa: B023 - called at once
     layers = dict.fromkeys(name for rank in ranks for name in rank[-1].replayed)
     labels = dict.fromkeys(label for rank in ranks for label in rank[-1].sent)
     sent = {label: each_step(lambda total: total.sent.get(label, 0)) for label in labels}  # noqa: B023 - called at once
@@ -337,8 +365,10 @@ def _run_log(directory: Path, header: _Header, files: Sequence[list[_Totals]]) -
         versions=header.versions,
         written=written,
         dispatches_SP=each_step(lambda total: total.dispatches),
-        tokens_SE=tokens_PSE.sum(0).diff(dim=0),
-        received_SP=tokens_PSE.sum(2).diff(dim=1).t(),
+        tokens_SE=tokens_SE,
+        received_SP=received_SP,
+        layer_tokens={name: of[0] for name, of in of_layers.items()},
+        layer_received={name: of[1] for name, of in of_layers.items()},
         rows={cause: each_step(lambda total: total.rows.get(cause, 0)) for cause in causes},  # noqa: B023
         sent={label: counts for label, counts in sent.items() if counts.any()},  # only collectives with bytes
         needed_SP=so_far(lambda total: total.needed, 0),

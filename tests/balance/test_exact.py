@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -280,13 +281,32 @@ def test_rows_stay_on_their_node_if_they_can(per_node: int) -> None:
 
 def test_a_copy_with_few_rows_is_not_made() -> None:
     counts = torch.tensor([[60, 0, 20, 0], [60, 0, 20, 0]])
-    plan = ExactPlanner(4, 2, 0, spare=2, min_rows=40).on_host(counts)
+    plan, is_uneven = ExactPlanner(4, 2, 0, spare=2, min_rows=40).on_host(counts)
+    assert not is_uneven
     assert flows(plan)[0].tolist() == [60, 0]
     assert plan.placement.read().slots == ((0, 1, -1, -1), (2, 3, 0, -1))
-    for planner in (ExactPlanner(4, 2, 0, spare=2, min_rows=41), ExactPlanner(4, 2, 0, spare=2, bound=1.5)):
-        nothing = planner.on_host(counts)
+    for fields in ({"min_rows": 41}, {"min_rows": 41, "pad_multiple": 4}, {"bound": 1.5}):
+        nothing, is_uneven = ExactPlanner(4, 2, 0, spare=2, **fields).on_host(counts)
+        assert is_uneven == ("min_rows" in fields)
         assert nothing.placement.read().slots == ((0, 1, -1, -1), (2, 3, -1, -1))
         assert nothing.slots_of(torch.tensor([[0, 3], [-1, 2]])).tolist() == [[0, 5], [-1, 4]]
+
+
+def test_copies_that_were_left_out_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """In eager mode, few rows stay where they are. This is said once, and counted in every dispatch."""
+
+    def body(group: Group) -> tuple[list[int], int]:
+        dispatcher = build_dispatcher(small_config(balance="exact", top_k=1), group)
+        rows = [dispatcher.dispatch(torch.zeros(400, 16), Routing(ids, torch.ones(400, 1))).rows for ids in routed]
+        return [*map(len, rows)], dispatcher.metrics().dispatches_left_uneven
+
+    routed = [torch.zeros(400, 1).long(), torch.zeros(400, 1).long(), (torch.arange(400) % 8).view(400, 1)]
+    assert on_ranks(body, 4) == [([1600, 1600, 400], 2), *[([0, 0, 400], 2)] * 3]
+    (told,) = caplog.messages
+    assert re.search(
+        r"left out 3 copies .* of 1600 rows, .*fewer than balance_min_rows \(512\).* 4\.00 times .*balance_min_rows=0",
+        told,
+    )
 
 
 @pytest.mark.parametrize("pad_multiple", [1, 8])

@@ -153,7 +153,9 @@ def test_tables_on_another_device_than_the_rows() -> None:
         tokens_per_expert_list=None,
         route=None,  # type: ignore[arg-type]
     )
-    departed: Any = SimpleNamespace(valid_T=None, experts_L=table.experts_L, placement=None, outcome=counts.sum())
+    departed: Any = SimpleNamespace(
+        valid_T=None, experts_L=table.experts_L, placement=None, outcome=counts.sum(), layer=-1, recomputed=False
+    )
     meter.record(arrived, departed)  # torch refuses an index on another device
     assert meter.rows["dispatches"] == 1
 

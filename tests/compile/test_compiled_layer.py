@@ -15,6 +15,7 @@ from moe_dispatch import BSHD, SBHD, THD, Routing, Rows
 from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.config import ConstraintOverrides
 from moe_dispatch.dispatchers import Dispatcher, operators
+from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch_testing import HostSyncError, refuse_host_syncs
 from tests.compile.layer import (
@@ -190,6 +191,16 @@ def test_compiled_calls_are_counted_like_eager_ones() -> None:
     assert torch.equal(found[0].real_tokens_per_expert, found[1].real_tokens_per_expert)
     assert found[0].rows_padded == found[1].rows_padded
     assert found[0].collectives == found[1].collectives
+    compiled, eager = (metrics.tokens_by_layer for metrics in found)
+    assert not compiled, "layers of one code share a graph"
+    assert eager[""].equal(found[1].real_tokens_per_expert)
+
+
+def test_counts_of_a_compiled_layer_are_refused() -> None:
+    layer = Layer(dispatcher_for("local", max_tokens_per_rank=98), torch.float32)
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(*tensors(10, 0, torch.float32))
+    with pytest.raises(StateError, match=r"ran in torch\.compile, where calls do not tell their layer\. Add up sent"):
+        layer.dispatcher.expert_counts()
 
 
 def test_rows_masked_on_the_way_are_counted() -> None:

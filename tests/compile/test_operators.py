@@ -33,7 +33,7 @@ def _calls(channel: str, real_rows: Tensor | None, table: Sequence[Tensor] = ())
     """Arguments of each operator, in the order of one layer."""
     x, ids, weights = tensors(10, 0, torch.float32)
     ids[ids[:, 0] == ids[:, 1], 1] = -1  # what comes to an operator has no duplicates
-    calls: dict[str, Arguments] = {"dispatch": (x, ids, weights, real_rows, None, list(table), channel, True, [-1] * 5)}
+    calls: dict[str, Arguments] = {"dispatch": (x, ids, weights, real_rows, None, list(table), channel, True, [-1] * 6)}
     with torch.no_grad():
         rows, weights_R, _, *route = torch.ops.moe_dispatch.dispatch(*calls["dispatch"])
     rows, weights_R = rows.requires_grad_(), weights_R.requires_grad_()
@@ -77,7 +77,7 @@ def test_bodies_are_what_operators_run() -> None:
 def test_channel_that_is_not_there() -> None:
     x, ids, weights = tensors(10, 0, torch.float32)
     with pytest.raises(StateError, match=r"channel 'alltoall-0-0' is not open"):
-        torch.ops.moe_dispatch.dispatch(x, ids, weights, None, None, [], "alltoall-0-0", True, [-1] * 5)
+        torch.ops.moe_dispatch.dispatch(x, ids, weights, None, None, [], "alltoall-0-0", True, [-1] * 6)
 
 
 @pytest.mark.parametrize("name", known_backends())

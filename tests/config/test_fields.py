@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from moe_dispatch import DispatcherConfig
+from moe_dispatch.backends import registry
 from moe_dispatch.backends.alltoall.options import AllToAllOptions
+from moe_dispatch.backends.registry import BackendName
+from moe_dispatch.balance import planners
+from moe_dispatch.balance.planners import PlannerName
 from moe_dispatch.errors import ConfigError
 
 SIZES: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64}
@@ -113,3 +117,11 @@ def test_json_schema_names_every_field() -> None:
     assert list(schema["properties"]) == list(DispatcherConfig.model_fields)
     assert schema["required"] == ["num_experts", "top_k", "hidden_size"]
     assert schema["additionalProperties"] is False
+
+
+def test_an_editor_knows_the_names_that_this_package_has() -> None:
+    """And any other string is accepted, because packages bring backends and planners of their own."""
+    assert {*get_args(BackendName)} == {"auto", *registry._BUILT_IN}
+    assert {*get_args(PlannerName)} == {*planners._BUILT_IN}
+    for field, names in (("backend", BackendName), ("balance", PlannerName)):
+        assert {names, str} <= {*get_args(DispatcherConfig.model_fields[field].annotation)}

@@ -267,15 +267,15 @@ def test_the_largest_headroom_counts() -> None:
 def test_the_first_call_is_refused_while_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is allocated that would belong to the graph."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(StateError, match=r"run a call once before a CUDA graph captures it"):
-        Meter(2).prepare(torch.device("cuda"))
+    with pytest.raises(StateError, match=r"run a call of each layer once before a CUDA graph captures it"):
+        Meter(2, 2).prepare(torch.device("cuda"))
 
 
 def test_counters_stay_where_they_are() -> None:
     """A graph writes to the tensors that it was captured with."""
-    meter, device = Meter(2), torch.device("cpu")
+    meter, device = Meter(2, 2), torch.device("cpu")
     meter.prepare(device)
-    before = meter._counters[device]
+    before, (by_expert, _) = meter._counters[device], meter._layers[-1, device]
     arrived = Arrived(
         rows=torch.empty(4, 1),
         weights=torch.empty(4),
@@ -286,9 +286,11 @@ def test_counters_stay_where_they_are() -> None:
         demand=torch.tensor([4, 1]),
     )
     valid_T = torch.tensor([True, False])
-    departed: Any = SimpleNamespace(valid_T=valid_T, experts_L=None, placement=None, outcome=torch.tensor(2))
+    departed: Any = SimpleNamespace(
+        valid_T=valid_T, experts_L=None, placement=None, outcome=torch.tensor(2), layer=-1, recomputed=False
+    )
     meter.record(arrived, departed)
-    assert [tensor.tolist() for tensor in before] == [[1, 2], [1, 0], 1, [4, 1, 2], [0], 0]
-    assert (meter.tokens(), meter.masked, meter.needs()) == (([1, 2], 1), 1, [4, 1, 2])
+    assert [tensor.tolist() for tensor in (*before, by_expert)] == [[1, 0], 1, [4, 1, 2], 0, [1, 2, 0]]
+    assert (meter.tokens(), meter.masked, meter.needs()) == (([1, 2], 1, {}), 1, [4, 1, 2])
     meter.forget_invalid_ids()
-    assert before[3].tolist() == meter.needs() == [4, 1, 0]
+    assert before[2].tolist() == meter.needs() == [4, 1, 0]

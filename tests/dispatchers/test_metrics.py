@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from moe_dispatch import THD, Dispatcher, Plan, Routing, Rows, build_dispatcher
-from moe_dispatch.dispatchers import Metrics
+from moe_dispatch import THD, Dispatched, Dispatcher, Plan, Routing, Rows, build_dispatcher
+from moe_dispatch.balance import ExpertPlacement
+from moe_dispatch.dispatchers import Metrics, join
 from moe_dispatch.layouts import base
 from moe_dispatch_testing import HostRead, count_collectives, count_host_syncs
-from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
+from tests.dispatchers.layer import Group, by_operators, on_ranks, random_routing, random_rows, small_config
 
 IDS = [torch.tensor([[0, 1], [0, 5], [0, -1]]), torch.tensor([[0, 4], [7, 6], [7, -1], [-1, -1], [0, 7]])]
 TOKENS = [5, 1, 0, 0, 1, 1, 1, 3]
@@ -67,11 +71,86 @@ def test_rows_that_are_no_tokens(monkeypatch: pytest.MonkeyPatch, seen_by_host: 
     assert int(metrics.real_tokens_per_expert.sum()) == 5 * 2
 
 
+class _Layer(Dispatcher):
+    def run_experts(self, sent: Dispatched) -> Tensor:
+        return sent.rows * 2
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "graph-safe": {"graph_safe": True, "max_tokens_per_rank": 9},
+    "placed": {"spare_experts_per_rank": 1},
+    "operators": {},
+    "reentrant checkpoint": {},
+    "checkpoint": {},
+    "checkpoint in join": {},
+    "chunks": {"chunk_tokens": 4, "chunk_recompute": True},
+    "chunks in a checkpoint": {"chunk_tokens": 4, "chunk_recompute": True},
+}
+
+
+def _train(layers: list[_Layer], routings: list[Routing], way: str) -> None:
+    y = random_rows(len(routings[0].topk_ids)).requires_grad_()
+    for layer, routing in zip(layers, routings, strict=True):
+        if way == "operators":
+            y = by_operators(lambda x, layer=layer, routing=routing: layer(x, routing), y)  # type: ignore[misc]
+        elif "checkpoint" in way:
+            y = checkpoint(layer, y, routing, use_reentrant="reentrant" in way)
+        else:
+            y = layer(y, routing)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_counts_of_a_layer_and_a_step(way: str) -> None:
+    """Two layers share a channel, ranks have other numbers of rows, and a recomputed row counts once."""
+    rows = (9, 0 if "join" in way else 2)
+    routings = [
+        [[random_routing(n, 4 * n + 2 * step + layer) for layer in range(2)] for n in rows] for step in range(2)
+    ]
+
+    def body(group: Group) -> tuple[list[list[Tensor]], Metrics]:
+        layers = [_Layer(small_config(**WAYS[way]), group, name=f"layer {number}") for number in range(2)]
+        if way == "placed":
+            layers[0].place(ExpertPlacement(8, ((7, 6, 5, 4, 0), (3, 2, 1, 0, -1))))
+        seen = [[layer.expert_counts() for layer in layers]]
+        for calls in routings:
+            with join(layers) if "join" in way else nullcontext():
+                if "join" not in way or group.rank() == 0:  # otherwise rank 1 answers, and does not recompute
+                    _train(layers, calls[group.rank()], way)
+            seen.append([layer.expert_counts() for layer in layers])
+        return seen, layers[0].metrics(gather=True)
+
+    results = on_ranks(body, 2)
+    total = [torch.zeros(8, dtype=torch.int64) for _ in range(2)]
+    for step, calls in enumerate(routings):
+        for layer in range(2):
+            ids = torch.cat([of_rank[layer].topk_ids for of_rank in calls])
+            found = torch.stack([seen[step + 1][layer] - seen[step][layer] for seen, _ in results]).sum(0)
+            assert found.tolist() == ids.flatten().bincount(minlength=8).tolist()
+            total[layer] += found
+    for _, metrics in results:
+        assert {name: of.tolist() for name, of in metrics.tokens_by_layer.items()} == {
+            f"layer {layer}": of.tolist() for layer, of in enumerate(total)
+        }
+        assert metrics.real_tokens_per_expert.tolist() == torch.stack(total).sum(0).tolist()
+
+
 def test_nothing_dispatched_yet() -> None:
-    metrics = build_dispatcher(small_config("local", pad_multiple=7)).metrics()
+    dispatcher = build_dispatcher(small_config("local", pad_multiple=7))
+    assert dispatcher.expert_counts().tolist() == [0] * 8
+    metrics = dispatcher.metrics()
     assert (metrics.dispatches, metrics.imbalance) == (0, 0.0)
     assert metrics.real_tokens_per_expert.tolist() == [0] * 8
     assert metrics.rows_padded == {"rank": 0, "expert": 0}
+
+
+def test_reading_counts_in_graph_safe_mode_does_not_wait() -> None:
+    dispatcher = build_dispatcher(small_config("local", graph_safe=True, max_tokens_per_rank=4))
+    with count_host_syncs() as reads:
+        dispatcher.dispatch(random_rows(4), random_routing(4))
+        dispatcher.expert_counts()
+    assert not reads
 
 
 def test_reading_metrics_exchanges_nothing_unless_asked() -> None:

@@ -33,17 +33,18 @@ def test_code_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     namespace = run_page("tuning.md")
     metrics = namespace["dispatcher"].metrics()
     events = EventAccumulator(str(tmp_path / "runs")).Reload()
-    assert events.Scalars("moe/imbalance")[0].value == pytest.approx(metrics.imbalance)
-    assert events.Tags()["histograms"] == ["moe/tokens_per_expert"]
-    check_wandb(tmp_path, metrics)
+    tokens = metrics.real_tokens_per_expert // 2  # of the second of two steps that are alike
+    assert events.Scalars("moe/imbalance/layers.0.mlp")[0].value == pytest.approx(metrics.imbalance)
+    assert events.Histograms("moe/tokens_per_expert/layers.0.mlp")[0].histogram_value.sum == float(tokens.sum())
+    check_wandb(tmp_path, metrics, tokens)
     lines = namespace["prometheus_text"](metrics, rank=0).splitlines()
     found = [match for line in lines if (match := SAMPLE.fullmatch(line))]
     assert len(found) == len(lines)
-    tokens = sum(int(match[2]) for match in found if match[1] == "tokens")
-    assert tokens == int(metrics.real_tokens_per_expert.sum()) == 80 - repeated(namespace["topk_ids"])
+    total = sum(int(match[2]) for match in found if match[1] == "tokens")
+    assert total == int(metrics.real_tokens_per_expert.sum()) == 160 - 2 * repeated(namespace["topk_ids"])
 
 
-def check_wandb(folder: Path, metrics: Any) -> None:
+def check_wandb(folder: Path, metrics: Any, tokens: torch.Tensor) -> None:
     """The folder of the offline run has the step with all values."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -59,8 +60,8 @@ def check_wandb(folder: Path, metrics: Any) -> None:
             steps.append(values)
     (values,) = steps
     assert values["_step"] == 100
-    assert values["moe/imbalance"] == pytest.approx(metrics.imbalance)
-    assert values["moe/tokens_per_expert/values"] == metrics.real_tokens_per_expert.tolist()
+    assert values["moe/imbalance/layers.0.mlp"] == pytest.approx(metrics.imbalance)
+    assert values["moe/tokens_per_expert/layers.0.mlp/values"] == tokens.tolist()
     assert {name: values[f"moe/rows_padded/{name}"] for name in metrics.rows_padded} == metrics.rows_padded
     assert {name: values[f"moe/bytes_sent/{name}"] for name in metrics.bytes_sent} == metrics.bytes_sent
 

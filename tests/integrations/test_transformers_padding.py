@@ -33,10 +33,11 @@ def test_without_a_mask_every_row_is_real() -> None:
     assert real(input_ids=IDS, attention_mask=None, past_key_values=CACHE) is None
 
 
-def test_with_a_cache_the_last_positions_of_the_mask_are_those_of_the_call() -> None:
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])  # until transformers 5.23, and from 5.24 on
+def test_with_a_cache_the_last_positions_of_the_mask_are_those_of_the_call(name: str) -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 1]])
-    assert real(input_ids=IDS, attention_mask=mask, past_key_values=CACHE) == [1, 1, 1, 1, 0, 1]
-    assert real(input_ids=IDS, attention_mask=mask[:, 2:], past_key_values=CACHE) == [1, 1, 1, 1, 0, 1]
+    assert real(input_ids=IDS, attention_mask=mask, **{name: CACHE}) == [1, 1, 1, 1, 0, 1]
+    assert real(input_ids=IDS, attention_mask=mask[:, 2:], **{name: CACHE}) == [1, 1, 1, 1, 0, 1]
 
 
 def test_rows_behind_packed_sequences_are_padding() -> None:

@@ -75,6 +75,10 @@ def test_steps_are_what_the_dispatcher_counted(backend: str, fields: dict[str, A
             }
             assert all(label in log.sent for label, nbytes in sent.items() if nbytes)
         assert log.dispatches_SP[step].tolist() == [2] * size
+        for name in "ab":
+            rows_P = [of[step + 1].tokens_by_layer[name] - of[step].tokens_by_layer[name] for of in seen]
+            assert log.layer_tokens[name][step].tolist() == torch.stack(rows_P).sum(0).tolist()
+            assert log.layer_received[name][step].tolist() == [int(rows.sum()) for rows in rows_P]
     assert sum(int(counts.sum()) for counts in log.sent.values()) > 0 or size == 1
     assert int(log.rows["cut" if not fields else "masked"].sum()) == 2 * 2 * STEPS * size
 
@@ -94,6 +98,8 @@ def test_rows_count_for_experts_before_and_after_a_placement(tmp_path: Path) -> 
     log = RunLog.load(tmp_path / "run")
     assert log.tokens_SE.tolist() == [[2, 0, 0, 0, 0, 2, 0, 0]] * 2
     assert log.received_SP.tolist() == [[2, 2], [2, 2]], "the ranks exchange their experts"
+    assert log.layer_tokens[""].equal(log.tokens_SE)
+    assert log.layer_received[""].equal(log.received_SP)
 
 
 def after_minus_before(before: Metrics, after: Metrics) -> tuple[list[int], dict[str, int], dict[str, int]]:
@@ -282,6 +288,6 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
 
 def test_fields_are_frozen() -> None:
     assert " ".join(item.name for item in dataclasses.fields(RunLog)) == (
-        "config backend_name name ep_size versions written dispatches_SP tokens_SE received_SP rows sent needed_SP "
-        "room_S pairs_needed_SP pairs_room_S slots_replayed slots_drifted"
+        "config backend_name name ep_size versions written dispatches_SP tokens_SE received_SP layer_tokens "
+        "layer_received rows sent needed_SP room_S pairs_needed_SP pairs_room_S slots_replayed slots_drifted"
     )

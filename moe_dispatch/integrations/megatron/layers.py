@@ -17,6 +17,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from moe_dispatch.backends.registry import BackendName
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.integrations.megatron.core import (
     ModuleSpec,
@@ -36,7 +37,7 @@ _HOST_COUNTING = {"SequentialMLP", "GroupedMLP", "TEGroupedMLP"}
 
 
 def convert(
-    model: nn.Module | Iterable[nn.Module], *, backend: str | dict[str, Any] = "alltoall", **given: Any
+    model: nn.Module | Iterable[nn.Module], *, backend: BackendName | str | dict[str, Any] = "alltoall", **given: Any
 ) -> None:
     """Give every MoE layer of a built model a MegatronDispatcher. Parameters and state-dict keys do not change.
 
@@ -69,7 +70,7 @@ def convert(
 
 
 def pre_wrap_hook(
-    *, backend: str | dict[str, Any] = "alltoall", **given: Any
+    *, backend: BackendName | str | dict[str, Any] = "alltoall", **given: Any
 ) -> Callable[[list[nn.Module]], list[nn.Module]]:
     """Return a function that converts the chunks of a pipeline stage, for trainers that build through Megatron-Bridge.
 
@@ -106,7 +107,7 @@ class DispatchMoELayer(MoELayer):  # type: ignore[misc]
 
 
 def moe_layer_spec(
-    spec: Any, *, backend: str | dict[str, Any] = "alltoall", pg_collection: Any = None, **given: Any
+    spec: Any, *, backend: BackendName | str | dict[str, Any] = "alltoall", pg_collection: Any = None, **given: Any
 ) -> Any:
     """Return a copy of a spec in which every MoE layer has a MegatronDispatcher.
 

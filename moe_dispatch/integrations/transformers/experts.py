@@ -133,7 +133,8 @@ class ExpertsFunction:
 
 
 def _rename(dispatcher: Dispatcher, name: str) -> None:
-    dispatcher.name = dispatcher._lease.name = name
+    dispatcher.name = name
+    dispatcher._lease.rename(name)
 
 
 def _check_held_experts(experts: nn.Module, config: DispatcherConfig, ep_size: int, *, held: int) -> None:

@@ -199,7 +199,8 @@ def layout_of(call: Mapping[str, Any]) -> Layout:
     mask, ends = call.get("attention_mask"), call.get("cu_seq_lens_q")
     if mask is None:
         return Rows() if ends is None else Rows(num_real=ends[-1:])
-    cached = call.get("past_key_values") is not None
+    # transformers 5.24 has another name for it.
+    cached = call.get("cache") is not None or call.get("past_key_values") is not None
     wanted = f"[{batch}, {length} or more]" if cached else f"[{batch}, {length}]"
     if not isinstance(mask, Tensor):
         raise LayoutError(

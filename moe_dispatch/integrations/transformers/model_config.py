@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from moe_dispatch.backends.registry import BackendName
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
 
@@ -15,7 +16,9 @@ _NAMES = {
 }
 
 
-def config_for(model_config: Any, *, backend: str | dict[str, Any] = "auto", **fields: Any) -> DispatcherConfig:
+def config_for(
+    model_config: Any, *, backend: BackendName | str | dict[str, Any] = "auto", **fields: Any
+) -> DispatcherConfig:
     """Return a DispatcherConfig with the num_experts, top_k and hidden_size of a model's config.
 
     Args:

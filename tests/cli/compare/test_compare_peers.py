@@ -18,8 +18,9 @@ from moe_dispatch_testing.ranks import run_ranks
 from moe_dispatch_tools.compare import measurement, peers
 from moe_dispatch_tools.compare.command import make_workloads
 from moe_dispatch_tools.compare.contenders import Peer, RowFunction, run_layer
+from moe_dispatch_tools.compare.display import draw
 from moe_dispatch_tools.compare.floor import Floor
-from moe_dispatch_tools.compare.measurement import Variant
+from moe_dispatch_tools.compare.measurement import PHASES, Variant
 from moe_dispatch_tools.compare.workload import Workload, make_material
 from tests.cli.compare.test_compare import asked, compared, outcome, written
 from tests.cli.conftest import Command
@@ -145,6 +146,23 @@ def test_ranks_are_joined_by_the_slowest_and_the_furthest() -> None:
     }
     assert (joined["agrees"], joined["from_reference"]["x"], joined["peak_bytes"]) == (False, 0.25, 4)
     assert (joined["peak_rows"], joined["imbalance"]) == (6, 1.25)
+
+
+def test_picture_has_the_totals_of_the_table(tmp_path: Path) -> None:
+    """They are medians too, so the medians of the phases do not add up to them: 10 and 14, but 12 and 11."""
+    medians = {"a": (4.0, 2.0, 1.0, 5.0, 10.0), "b": (3.0, 2.0, 1.0, 5.0, 14.0)}
+    outcomes = [
+        {
+            "backend": name,
+            "mode": "eager",
+            "rounds": [[1.0]],
+            "milliseconds": dict(zip((*PHASES, "total"), of, strict=True)),
+        }
+        for name, of in medians.items()
+    ]
+    draw([{"case": "a case", "outcomes": outcomes}], tmp_path / "compare.svg")
+    labels = re.findall(r">(\d\d\.\d)<", (tmp_path / "compare.svg").read_text())
+    assert labels == ["10.0", "14.0"]
 
 
 @pytest.mark.slow

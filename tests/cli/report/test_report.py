@@ -139,6 +139,8 @@ def test_tables_of_a_trace_have_the_numbers(tmp_path: Path) -> None:
     imbalance = tables["Load of the busiest, divided by the mean load"][1]
     largest = (tokens_CE.amax(1) / tokens_CE.double().mean(1)).max()
     assert (imbalance[0], imbalance[2]) == (LAYERS[0], pytest.approx(float(largest)))
+    of_run = tables_of(tmp_path / "run-17")["Load of the busiest, divided by the mean load"]
+    assert of_run == tables["Load of the busiest, divided by the mean load"], "by layer, so that nothing averages out"
     labels, *sent = tables["MB per step to other ranks"]
     for rank, of in enumerate(metrics):
         nbytes = [of.bytes_sent.get(label, 0) / STEPS / 1e6 for label in labels[1:-1]]
@@ -165,8 +167,9 @@ def test_a_placed_run_has_the_rows_of_its_ranks(tmp_path: Path) -> None:
 
 def test_tables_of_a_run_have_the_numbers_of_the_log(recorded: Path) -> None:
     page, tables, log = page_of(recorded / "run-17"), tables_of(recorded / "run-17"), RunLog.load(recorded / "run-17")
-    rows = tables["Rows per expert, all dispatchers"][1:]
-    assert [row[1] for row in rows] == log.tokens_SE.sum(0).tolist()
+    for name in LAYERS:
+        rows = tables[f"Rows per expert, {name}"][1:]
+        assert [row[1] for row in rows] == log.layer_tokens[name].sum(0).tolist()
     real, padding = int(log.tokens_SE.sum()), int(log.rows["expert"].sum())
     assert f"{100 * padding / (real + padding):.1f} % of all rows." in page
     by_rank = tables["Padding rows by rank"]
@@ -217,7 +220,7 @@ def test_a_crash_and_long_runs(recorded: Path, tmp_path: Path) -> None:
     load = run_content("long", RunLog(**{name: repeated(getattr(one, name)) for name in one.__slots__}))["sections"][0]
     assert load["text"] == ["A column of a picture is the sum of 3 steps. The tables count single steps."]
     assert "over 1002 steps" in load["pictures"][0]
-    assert [row[1] for row in load["tables"][0]["rows"]] == (one.tokens_SE.sum(0) * repeats).tolist()
+    assert [row[1] for row in load["tables"][0]["rows"]] == (one.layer_tokens[LAYERS[0]].sum(0) * repeats).tolist()
 
 
 def test_command(recorded: Path, tmp_path: Path, command: Command) -> None:

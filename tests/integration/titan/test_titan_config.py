@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -17,7 +18,7 @@ from moe_dispatch.errors import ConfigError, InputError, IntegrationError
 from moe_dispatch.integrations import checks
 from tests.integration.needs import needs
 from tests.integration.titan.moe import EXPERTS, HIDDEN, TOP_K, built, moe_config
-from tests.pages import run_page
+from tests.pages import blocks, run_page
 
 pytestmark = [
     *needs("torchtitan"),
@@ -229,6 +230,16 @@ def test_code_of_the_page_runs_in_order() -> None:
     config = moe_config()
     apply_overrides(namespace["override"], config)
     assert config.routed_experts.token_dispatcher.options == {"pad_multiple": "fp8"}
+
+
+def test_command_of_the_page_gives_fields_to_the_config() -> None:
+    from torchtitan.config import ConfigManager
+
+    (command,) = blocks("docs/integrations/torchtitan.md", "sh")
+    words = shlex.split(command)
+    config = ConfigManager().parse_args(words[words.index("torchtitan.train") + 1 :])
+    assert config.override.imports == [(OVERRIDE, {"backend": "alltoall", "pad_multiple": 16})]
+    assert config.parallelism.expert_parallel_degree == 4
 
 
 def test_page_is_right_about_what_torchtitan_refuses() -> None:

@@ -102,7 +102,7 @@ def test_a_layer_is_recomputed_with_the_ids_of_its_forward(how: str, wired: bool
     _, wanted, counts = dense(FAMILY, table, TWO)
     got = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients(model).items()}
     assert largest_error(got, wanted) < 1e-5
-    assert not wired or drift_of(model) == [2 * count for count in counts]
+    assert not wired or drift_of(model) == counts, "a recomputation counts nothing"
 
 
 CASES = {

@@ -115,7 +115,6 @@ def real_and_padding(mesh: Mesh) -> tuple[int, int]:
 def test_loss_and_gradients_are_those_of_the_unsharded_model(ranks: list[dict[str, Any]], name: str) -> None:
     case = TRAIN[name]
     real, padding = real_and_padding(case.mesh)
-    runs = 2 if case.checkpoint else 1
     # Ranks of one expert-parallel group sum what they saw; with several groups each sees its part.
     groups = RANKS // case.mesh.ep
     seen = results(ranks, name)
@@ -123,9 +122,8 @@ def test_loss_and_gradients_are_those_of_the_unsharded_model(ranks: list[dict[st
         assert result["loss"] < (1e-5 if case.dtype == torch.float32 else 1e-3)
         assert result["gradients"] < (1e-4 if case.dtype == torch.float32 else 0.05)
     firsts = [seen[group * case.mesh.ep] for group in range(groups)]
-    assert sum(result["skipped"] for result in firsts) == runs * padding
-    runs = 2 if "chunk_recompute" in case.fields else runs
-    assert sum(result["slots"] for result in firsts) == runs * real * TOP_K
+    assert sum(result["skipped"] for result in firsts) == padding, "a recomputation counts nothing"
+    assert sum(result["slots"] for result in firsts) == real * TOP_K
     assert all(bool(result["fetches"]) == ("balance" in case.fields) for result in seen)
 
 
