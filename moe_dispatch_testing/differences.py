@@ -100,18 +100,23 @@ def refusal(config: DispatcherConfig, first: Manner, second: Manner) -> str | No
     """Return a part of the error that both ranks must raise; None if they come to the gradients of the dense layer."""
     if first.recorded != second.recorded:
         return "grad mode"
-    if config.balance is not None and len({"experts" in one.frozen for one in (first, second)}) > 1:
-        return "parameter 0 of SlotWeights"
-    return None
+    return "parameter 0 of SlotWeights" if _frozen_apart(config, first, second) else None
+
+
+def _frozen_apart(config: DispatcherConfig, first: Manner, second: Manner) -> bool:
+    return config.balance is not None and ("experts" in first.frozen) != ("experts" in second.frozen)
 
 
 def is_run(config: DispatcherConfig, first: Manner, second: Manner) -> bool:
     """Return whether a pair has one outcome on all ranks.
 
     A rank that records no gradients is seen by its peers only if the call exchanges something before rows travel. Else
-    the backward of the peers waits for it, until the watchdog names it. With balance, the experts of one rank may run
-    as copies on the other, so the dense layer does not know whose outputs are detached.
+    the backward of the peers waits for it, until the watchdog names it. In graph-safe mode with balance, it waits for a
+    rank with frozen experts, too. With balance, the experts of one rank may run as copies on the other, so the dense
+    layer does not know whose outputs are detached.
     """
+    if config.graph_safe and _frozen_apart(config, first, second):
+        return False
     if first.recorded != second.recorded:
         needs = options_of(config.backend).constraints(_scenario(config.backend).shape(2))
         return not config.graph_safe and (needs.exchanges_counts or needs.equal_rows)

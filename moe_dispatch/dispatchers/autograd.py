@@ -351,20 +351,23 @@ def double_backward(verb: str) -> StateError:
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 
-def anchor(tensor: Tensor, channel: Channel) -> Tensor:
-    """Return ``tensor`` so that it requires grad if gradients are recorded.
+def anchor_for(tensor: Tensor, channel: Channel) -> Tensor | None:
+    """Return a tensor that requires grad, if gradients are recorded and peers may wait for this rank's backward.
 
     Ranks may differ in which of x, the weights and the experts require grad. But every rank must take part in every
-    backward, because a rank that skips one leaves its peers waiting. So a tensor that goes through a verb always
-    requires grad. Two cases need no anchor: a single rank has no peers, and ranks that compile the same layer have the
-    same backward.
+    backward, because a rank that skips one leaves its peers waiting. So what goes through a verb always requires grad.
+    A single rank has no peers.
     """
-    if channel.communicator.size == 1 or tensor.requires_grad or not torch.is_grad_enabled():
+    if channel.communicator.size == 1 or not torch.is_grad_enabled() or not channel.needs.differentiable:
+        return None
+    return _ANCHOR
+
+
+def anchor(tensor: Tensor, channel: Channel) -> Tensor:
+    """Return ``tensor`` so that it requires grad, as ``anchor_for`` says."""
+    if tensor.requires_grad or (origin := anchor_for(tensor, channel)) is None:
         return tensor
-    if torch.compiler.is_compiling() or not channel.needs.differentiable:
-        return tensor
-    anchored: Tensor = _Tie.apply(tensor, _ANCHOR)  # type: ignore[no-untyped-call]
-    return anchored
+    return tie(tensor, origin)
 
 
 def tie(tensor: Tensor, other: Tensor) -> Tensor:

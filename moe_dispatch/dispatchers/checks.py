@@ -268,6 +268,9 @@ def check_combine(rows: Tensor, dispatched: Tensor, channel: Channel) -> Tensor:
     """
     if torch._C._are_functorch_transforms_active():
         raise no_transforms("combine")
+    if not isinstance(rows, Tensor):
+        told = f"rows must be a Tensor, got {type(rows).__name__}"
+        raise InputError(f"Dispatcher.combine: {told}. Pass combine(rows, sent) what the experts returned.")
     if type(rows) is not Tensor:
         check_plain("Dispatcher.combine", rows=rows)
     if rows.shape != dispatched.shape or rows.dtype not in ROW_DTYPES or rows.device != dispatched.device:

@@ -32,14 +32,13 @@ from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import tell_peers
 from moe_dispatch.dispatchers.autograd import (
     State,
-    anchor,
+    anchor_for,
     double_backward,
     edge_of,
     finish,
     pad,
     quantised_rows,
     start,
-    tie,
     trim,
 )
 from moe_dispatch.dispatchers.channel import Channel, Lease, named_channel, profiler_range
@@ -60,6 +59,7 @@ def dispatch(
     channel: str,
     recorded: bool,
     numbers: Sequence[int],
+    anchor: Tensor | None,
 ) -> list[Tensor]:
     """Send rows to their experts.
 
@@ -74,6 +74,7 @@ def dispatch(
         recorded: Whether the call records gradients.
         numbers: The five numbers of ``_flat_sizes``, and the number of the layer for the meter, or -1 if the call is
             compiled. If the first two are -1, the sizes are settled here.
+        anchor: Tensor that ``anchor_for`` gives, so that the backward runs on every rank; None without peers.
 
     Returns:
         Rows grouped by expert, (R, D); their weights, (R,); real rows per expert, int64 (L,); if rows are delivered
@@ -125,7 +126,7 @@ def dispatch(
 
 @dispatch.register_fake
 def _(rows: Tensor, ids: Tensor, weights: Tensor, real_rows: Tensor | None, *others: Any) -> list[Tensor]:
-    _, _, channel, _, numbers = others
+    _, _, channel, _, numbers, _ = others
     link = named_channel(channel)
     new_size = cast(Callable[[], int], get_ctx().new_dynamic_size)
     given = _sizes_from(numbers[:-1])
@@ -145,23 +146,32 @@ def _(rows: Tensor, ids: Tensor, weights: Tensor, real_rows: Tensor | None, *oth
 
 @operator
 def dispatch_again(
-    rows: Tensor, route: Sequence[Tensor], real_rows: Tensor | None, channel: str, num_rows: int, num_grouped: int
+    rows: Tensor,
+    weights: Tensor,
+    route: Sequence[Tensor],
+    real_rows: Tensor | None,
+    channel: str,
+    num_rows: int,
+    num_grouped: int,
+    anchor: Tensor | None,
 ) -> list[Tensor]:
     """Send other rows along the route of an earlier dispatch.
 
     ``num_rows`` is the number of rows that the earlier dispatch sent, ``num_grouped`` the number that the experts got.
-    Returns the rows, or the edge, values and scales of quantised rows, as ``dispatch`` does.
+    Returns the weights of the earlier dispatch, so that their gradient comes through here: a rank whose experts detach
+    their outputs must not leave out this backward, or run it before that of combine. Then the rows, or the edge, values
+    and scales of quantised rows, as ``dispatch`` does.
     """
     with torch.no_grad(), profiler_range("dispatch"):
         link, taken = _restored(channel, route)
         checks.check_again(rows, num_rows, rows.device, link)
-        return _results(taken.send(pad(rows, real_rows, taken.num_rows)), rows.dtype)
+        return [weights.clone(), *_results(taken.send(pad(rows, real_rows, taken.num_rows)), rows.dtype)]
 
 
 @dispatch_again.register_fake
-def _(rows: Tensor, *others: Any) -> list[Tensor]:
-    *_, channel, _, num_grouped = others
-    return _unfilled(named_channel(channel), rows, num_grouped)
+def _(rows: Tensor, weights: Tensor, *others: Any) -> list[Tensor]:
+    *_, channel, _, num_grouped, _ = others
+    return [torch.empty_like(weights), *_unfilled(named_channel(channel), rows, num_grouped)]
 
 
 def _results(rows: Tensor | Quantised, dtype: torch.dtype) -> list[Tensor]:
@@ -203,19 +213,27 @@ def dispatch_backward(
     channel: str,
     rows_shape: Sequence[int],
     weights_shape: Sequence[int],
+    anchor: Tensor | None,
+    behind: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the gradients of the model's rows and, if ``grad_weights`` is given, of their weights."""
+    """Return the gradients of the model's rows and, if given, of their weights (``grad_weights``) and of the anchor.
+
+    The empty gradient of the anchor is a result of this operator, so a compiler keeps the operator on a rank that needs
+    no other gradient. ``behind`` is what must have been computed before.
+    """
     with torch.no_grad(), profiler_range("dispatch.backward"):
         _, taken = _restored(channel, route)
         found = taken.dispatch_backward(grad_rows, grad_weights)
-        return _own(*(trim(grad, real_rows, rows_shape[0]) for grad in found if grad is not None))
+        grads = _own(*(trim(grad, real_rows, rows_shape[0]) for grad in found if grad is not None))
+        return grads if anchor is None else [*grads, anchor.new_empty(0)]
 
 
 @dispatch_backward.register_fake
 def _(grad_rows: Tensor, grad_weights: Tensor | None, *others: Any) -> list[Tensor]:
-    *_, rows_shape, weights_shape = others
-    rows = grad_rows.new_empty(rows_shape)
-    return [rows] if grad_weights is None else [rows, grad_weights.new_empty(weights_shape)]
+    rows_shape, weights_shape, anchor, *_ = others[3:]
+    grads = [grad_rows.new_empty(rows_shape)]
+    grads += [] if grad_weights is None else [grad_weights.new_empty(weights_shape)]
+    return grads if anchor is None else [*grads, anchor.new_empty(0)]
 
 
 @operator
@@ -246,47 +264,50 @@ def combine_backward(
     channel: str,
     num_grouped: int,
 ) -> list[Tensor]:
-    """Return the gradients of the expert rows, (num_grouped, D), and, if ``rows`` is given, of their weights.
+    """Return the gradients of the expert rows, (num_grouped, D), and of their weights: zeros without ``rows``.
 
-    ``rows`` are the expert rows that were combined.
+    ``rows`` are the expert rows that were combined. The weights always have a gradient, so a compiler keeps the
+    operator on a rank whose experts need none.
     """
     with torch.no_grad(), profiler_range("combine.backward"):
         link, taken = _restored(channel, route)
         applied = weights if link.config.weights == "combine" else None
-        found = taken.combine_backward(pad(grad, real_rows, taken.num_rows), rows, applied)
-        return _own(*(tensor for tensor in found if tensor is not None))
+        grad_rows, dots = taken.combine_backward(pad(grad, real_rows, taken.num_rows), rows, applied)
+        return _own(grad_rows, torch.zeros_like(weights) if dots is None else dots)
 
 
 @combine_backward.register_fake
 def _(grad: Tensor, rows: Tensor | None, weights: Tensor, *others: Any) -> list[Tensor]:
-    grad_rows = grad.new_empty(others[-1], grad.shape[1])
-    return [grad_rows] if rows is None else [grad_rows, torch.empty_like(weights)]
+    return [grad.new_empty(others[-1], grad.shape[1]), torch.empty_like(weights)]
 
 
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    rows, _, weights, real_rows, _, table, ctx.channel, *_ = inputs
+    rows, _, weights, real_rows, _, table, ctx.channel, *_, anchor = inputs
     ctx.num_tables, ctx.shapes = len(table), (list(rows.shape), list(weights.shape))
     quantised = named_channel(ctx.channel).shape.quantised
-    ctx.save_for_backward(real_rows, *output[5 if quantised else 3 :])
+    ctx.save_for_backward(anchor, real_rows, *output[5 if quantised else 3 :])
 
 
 def _dispatch_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    real_rows, *route = ctx.saved_tensors
+    anchor, real_rows, *route = ctx.saved_tensors
     # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
-    grad_rows, grad_weights = dispatch_backward(*grads[:2], route, real_rows, ctx.channel, *ctx.shapes)
-    return grad_rows, None, grad_weights, None, None, [None] * ctx.num_tables, None, None, None
+    found = dispatch_backward(*grads[:2], route, real_rows, ctx.channel, *ctx.shapes, anchor)
+    grad_rows, grad_weights, *of_anchor = found
+    return grad_rows, None, grad_weights, None, None, [None] * ctx.num_tables, None, None, None, *(of_anchor or [None])
 
 
 def _keep_again(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    rows, route, real_rows, ctx.channel, *_ = inputs
+    rows, _, route, real_rows, ctx.channel, *_, anchor = inputs
     ctx.shape = list(rows.shape)
-    ctx.save_for_backward(real_rows, *route)
+    ctx.save_for_backward(anchor, real_rows, *route)
 
 
 def _again_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    real_rows, *route = ctx.saved_tensors
-    (grad_rows,) = dispatch_backward(grads[0], None, route, real_rows, ctx.channel, ctx.shape, [])
-    return grad_rows, [None] * len(route), None, None, None, None
+    anchor, real_rows, *route = ctx.saved_tensors
+    grad_weights, grad_rows, *_ = grads
+    of_route = (route, real_rows, ctx.channel, ctx.shape, [], anchor)
+    grad_x, *of_anchor = dispatch_backward(grad_rows, None, *of_route, grad_weights)
+    return grad_x, grad_weights, [None] * len(route), None, None, None, None, *(of_anchor or [None])
 
 
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -299,7 +320,7 @@ def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _combine_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     rows, weights, real_rows, *route = ctx.saved_tensors
     found = combine_backward(grad, rows, weights, route, real_rows, ctx.channel, ctx.num_grouped)
-    return found[0], None if rows is None else found[1], [None] * len(route), None, None, None
+    return *found, [None] * len(route), None, None, None
 
 
 dispatch.register_autograd(_dispatch_gradients, setup_context=_keep_dispatch)
@@ -388,7 +409,7 @@ def trace_dispatch(
     capacity = channel.capacity
     ids_TK, weights_TK = routing.topk_ids, routing.topk_weights
     if _fit(ids_TK, weights_TK):
-        weights_TK = anchor(weights_TK.to(accumulation_dtype(x.dtype)), channel)
+        weights_TK = weights_TK.to(accumulation_dtype(x.dtype))
         merge = merge_slots
         if not torch.compiler.is_compiling():  # a kernel cannot be traced
             merge = channel.context.permutation_of(ids_TK).merge_slots
@@ -404,6 +425,7 @@ def trace_dispatch(
         torch.is_grad_enabled(),
         # Layers with the same code share a compiled graph, so a compiled call must not depend on its layer.
         [*_flat_sizes(sizes, capacity), -1 if torch.compiler.is_compiling() else lease.layer],
+        anchor_for(x, channel),
     )
     pad_multiple = channel.shape.pad_multiple
     padded_L = real_L if pad_multiple == 1 else real_L + (-real_L % pad_multiple)
@@ -455,16 +477,17 @@ def trace_dispatch_again(x: Tensor, again: Dispatched) -> Dispatched:
     """Run ``Dispatcher.dispatch(x, again=again)`` if an operator made the first dispatch."""
     state: State = again.state
     channel = state.lease.enter()
-    arrived = dispatch_again(
-        anchor(state.layout.flatten(x), channel),
+    weights, *arrived = dispatch_again(
+        state.layout.flatten(x),
+        again.weights,
         state.tensors,
         state.real_rows,
         channel.name,
         state.num_rows,
         again.edge.shape[0],
+        anchor_for(x, channel),
     )
     edge = arrived[0]
-    weights = again.weights if torch.compiler.is_compiling() else tie(again.weights, edge)
     quantised = quantised_rows(channel, _quantised(channel, arrived), edge, again.tokens_per_expert)
     return dataclasses.replace(again, edge=edge, quantised=quantised, weights=weights)
 
@@ -475,7 +498,7 @@ def trace_combine(rows: Tensor, sent: Dispatched) -> Tensor:
     channel = state.lease.enter()
     check_plain("Dispatcher.combine", rows=rows)
     rows = rows.to(sent.edge.dtype)
-    y_TD = combine(rows, anchor(sent.weights, channel), state.tensors, state.real_rows, channel.name, state.num_rows)
+    y_TD = combine(rows, sent.weights, state.tensors, state.real_rows, channel.name, state.num_rows)
     return state.layout.unflatten(y_TD, state.shape)
 
 

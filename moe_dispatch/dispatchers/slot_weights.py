@@ -85,15 +85,15 @@ class SlotWeights:
             take part in the exchanges of the backward, also a rank whose experts got no row.
 
         Raises:
-            InputError: The tensors do not fit the config or each other, or differ between ranks in sizes, dtype or
-                ``requires_grad``.
+            InputError: The tensors do not fit the config or each other. In eager mode also if they differ between
+                ranks in sizes, dtype or ``requires_grad``, on every rank.
             StateError: The call is being compiled, the dispatcher is closed, or ``sent`` is of another dispatcher.
 
         Cost: one all-to-all, and two in the backward; none if no weight has to travel. In graph-safe mode with
         ``balance="exact"``, each all-to-all has the weights of ``P * S`` experts for S spare slots, and own
         parameters are copied to their slots. ``Backend.bring_copies``, where there is one, replaces those that fetch.
-        The first call, and one whose parameters are not like those before, also has a small all-reduce on the control
-        group, in which the ranks compare their parameters.
+        In eager mode the first call, and one whose parameters are not like those before, also has a small all-reduce on
+        the control group, in which the ranks compare their parameters.
         """
         lease, channel = self._enter(sent, stacked)
         if sent.placement is None:
@@ -155,7 +155,8 @@ class SlotWeights:
         channel = lease.enter()
         _check_stacked(channel.config.num_experts // channel.communicator.size, stacked)
         kinds = [(weight.dtype, weight.shape, weight.requires_grad) for weight in stacked]
-        if sent.placement is not None and kinds != self._agreed:  # their bytes travel, and those of their gradients
+        if sent.placement is not None and kinds != self._agreed and not channel.config.graph_safe:
+            # Their bytes travel, and those of their gradients. In graph-safe mode comparing them would be a host sync.
             facts = {
                 f"parameter {number} of SlotWeights": f"{dtype} {tuple(shape)}, {'trained' if trained else 'frozen'}"
                 for number, (dtype, shape, trained) in enumerate(kinds)
@@ -381,7 +382,7 @@ class _Leave(torch.autograd.Function):
             raise double_backward("combine")
         first, told, *stacked = ctx.saved_tensors
         lease, moves, (rows, width) = ctx.again
-        if not told:
+        if not told.untyped_storage()[0]:  # a byte in host memory, whose read waits for no device
             lease.tell_watchdog()
             buffer_BW, memory = None, first.untyped_storage()
             if memory.nbytes() == 0:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_dispatch import Routing
 from moe_dispatch.errors import InputError, PeerError
 from moe_dispatch_testing import run_processes
-from tests.compile.layer import Layer, dispatcher_for, expect_same, graphs, needs_compiler, no_recompilation, tensors
+from tests.compile.layer import (
+    Layer,
+    apply_experts,
+    dispatcher_for,
+    expect_same,
+    graphs,
+    needs_compiler,
+    no_recompilation,
+    tensors,
+)
 
 RANKS = 2
 TIMEOUT = datetime.timedelta(seconds=100)  # a rank that compiles keeps the others waiting
@@ -67,3 +79,48 @@ def test_peers_of_a_refused_call_hear_of_it(backend: str) -> None:
     assert kind == "InputError"
     assert why.startswith("Dispatcher.dispatch: x has 6 tokens but routing has 5")
     assert told[0] == f"PeerError: rank 1 refused: {why} [MD08]"
+
+
+def _differ(rank: int, backend: str, compiler: str, **fields: Any) -> list[list[Tensor | None]]:
+    """One step, eager and compiled, in which rank 1 trains nothing, and sends rows again to experts that detach."""
+    layer = _layer(rank, backend, **fields)
+
+    def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        sent = layer.dispatcher.dispatch(x, Routing(ids, weights))
+        y = torch.relu(apply_experts(sent.rows, sent.offs, layer.matrices))
+        other = layer.dispatcher.dispatch(x * 2, again=sent)
+        doubled = other.rows.detach() if rank else other.rows
+        return layer.dispatcher.combine(y, sent) + layer.dispatcher.combine(doubled, other)
+
+    def step(run: Callable[..., Tensor]) -> list[Tensor | None]:
+        x, ids, weights = tensors(6, rank, torch.bfloat16)
+        if rank:
+            x, weights = x.detach(), weights.detach()
+        layer.matrices.requires_grad_(not rank)
+        layer.matrices.grad = None
+        y = run(x, ids, weights)
+        y.float().square().sum().backward()
+        return [y.detach(), x.grad, weights.grad, layer.matrices.grad]
+
+    found = [step(call), step(torch.compile(call, fullgraph=True, backend=compiler))]
+    layer.dispatcher.close()
+    return found
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(
+    ("backend", "compiler", "fields"),
+    [
+        ("alltoall", "inductor", {}),
+        ("alltoall", "aot_eager", {"weights": "experts"}),
+        ("allgather", "inductor", {"graph_safe": True, "max_tokens_per_rank": 8}),
+    ],
+)
+def test_a_rank_that_needs_no_gradient_takes_part(backend: str, compiler: str, fields: dict[str, Any]) -> None:
+    """Otherwise the other rank waits for ever in a compiled backward."""
+    body = partial(_differ, **fields)
+    for eager, compiled in run_processes(body, RANKS, backend, compiler, timeout=TIMEOUT):
+        for one, other in zip(eager, compiled, strict=True):
+            assert (one is None) == (other is None)
+            torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -19,4 +19,4 @@ def test_conforms(run: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize(("backend", "setting"), difference_cases(short=False))
 def test_all_pairs_of_ranks_that_differ(backend: BackendSpec, setting: str) -> None:
-    assert run_pairs(backend, setting, RANKS) > 80
+    assert run_pairs(backend, setting, RANKS) > 60

@@ -245,8 +245,7 @@ def test_other_dtypes_are_refused_with_the_way_out(backend: dict[str, Any], dtyp
     with pytest.raises(InputError, match=rf'x must be torch.bfloat16, got {dtype}. Set wire_dtype="bfloat16", or use'):
         dispatcher.dispatch(x, routing)
     sent = dispatcher.dispatch(x.bfloat16(), routing)
-    with pytest.raises(InputError, match=rf"rows must be torch.bfloat16, got {dtype}. Set wire_dtype"):
-        dispatcher.combine(sent.rows.to(dtype), sent)
+    assert dispatcher.combine(sent.rows.to(dtype), sent).dtype == torch.bfloat16
     with pytest.raises(InputError, match=rf"x must be torch.bfloat16, got {dtype}. Set wire_dtype"):
         dispatcher.dispatch(x, again=sent)
     dispatcher.close()

@@ -216,7 +216,7 @@ WRONG: dict[str, tuple[Callable[[Dispatched], Any], str]] = {
     ),
     "module": (
         lambda sent: sent.grouped_mm(sent.rows, _any(nn.Linear(16, 8))),
-        "pass tensors, .* got Tensor and Linear",
+        "weights must be a Tensor, got Linear",
     ),
     "one function": (
         lambda sent: sent.per_expert(_any(nn.Linear(16, 8))),

@@ -35,9 +35,12 @@ def test_loads_are_measured(command: Command, config: str) -> None:
     plain, balanced = outcome(report, "alltoall"), outcome(report, BALANCED)
     assert report["cases"][0]["agree"]
     # All 64 + 56 rows name an expert of rank 1. With a copy, each rank keeps its own rows.
-    assert (plain["imbalance"], plain["peak_rows"], plain["bytes_sent"]["experts"]) == (2, 120, 0)
+    assert (plain["imbalance"], plain["peak_rows"]) == (2, 120)
     assert (balanced["imbalance"], balanced["peak_rows"]) == (pytest.approx(64 / 60), 64)
-    assert balanced["bytes_sent"]["experts"] == 3 * 16 * 8 * 4, "the weights of one expert travel"
+    # Both have the few bytes with which ranks compare their parameters once.
+    moved = balanced["bytes_sent"]["experts"] - plain["bytes_sent"]["experts"]
+    assert moved == 3 * 16 * 8 * 4, "the weights of one expert travel"
+    assert plain["bytes_sent"]["experts"] < 100
 
 
 def test_exact_balance_needs_no_other_field(command: Command, tmp_path: Path) -> None:
@@ -143,7 +146,7 @@ def test_a_trace_is_balanced_as_it_was_routed(command: Command, tmp_path: Path) 
     report = asked(command, "-b", f"alltoall,{BALANCED}", file, *shape)
     assert report["cases"][0]["agree"]
     plain, balanced = outcome(report, "alltoall"), outcome(report, BALANCED)
-    assert plain["bytes_sent"]["experts"] == 0 < balanced["bytes_sent"]["experts"]
+    assert plain["bytes_sent"]["experts"] < 100 < balanced["bytes_sent"]["experts"]
     assert balanced["peak_rows"] <= plain["peak_rows"]
 
 
