@@ -50,41 +50,64 @@ def _split_gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 split.register_autograd(_split_gradients, setup_context=_keep_shapes)
 
 
-def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor, padding: Tensor | None = None) -> Tensor:
     """Multiply each expert's rows by the expert's matrix; see ``Dispatched.grouped_mm``.
 
     Args:
         rows: (R, D), expert-major.
         weights: (L, D, H), in the dtype of ``rows``.
         offs: int32 (L,), the end of each expert's rows.
+        padding: int64 (L,), how many of each expert's last rows are padding; None if there are none.
 
     Returns:
         (R, H). Rows behind ``offs[-1]`` may hold any value.
     """
     if rows.dtype == torch.float64:
-        return _masked_mm(rows, weights, offs)
+        return _masked_mm(rows, weights, offs, padding)
     multiple, width = ALIGNED_BYTES // rows.element_size(), weights.shape[2]
     pad_D, pad_H = -weights.shape[1] % multiple, -width % multiple
     if pad_D or pad_H:  # zero columns add nothing to a product
         rows, weights = F.pad(rows, (0, pad_D)), F.pad(weights, (0, pad_H, 0, pad_D))
     rows = rows.contiguous()
-    if not torch.compiler.is_compiling():
-        y: Tensor = _ContiguousGradient.apply(_aligned_mm(rows, weights, offs))  # type: ignore[no-untyped-call]
-    elif rows.dtype == torch.bfloat16:
-        y = _aligned_mm(rows, weights, offs)
-    else:  # torch's fake kernel takes bfloat16 only
-        y = aligned_mm(rows, weights, offs)
+    if torch.compiler.is_compiling():
+        y = _compiled_mm(rows, weights, offs, padding)
+    else:
+        y = _GroupedMM.apply(rows, weights, offs, padding)  # type: ignore[no-untyped-call]
     return y[:, :width] if pad_H else y
 
 
-def _masked_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+def experts_of_rows(offs: Tensor, padding: Tensor | None, num_rows: int) -> Tensor:
+    """Return the expert of each row, int64 (R,): L for rows of padding and behind ``offs[-1]``."""
+    positions_R = torch.arange(num_rows, dtype=offs.dtype, device=offs.device)
+    expert_R = torch.searchsorted(offs, positions_R, right=True)
+    if padding is None:
+        return expert_R
+    end_R = F.pad(offs - padding, (0, 1)).index_select(0, expert_R)  # 0 behind the last expert
+    return torch.where(positions_R < end_R, expert_R, offs.shape[0])
+
+
+def _masked_mm(rows: Tensor, weights: Tensor, offs: Tensor, padding: Tensor | None) -> Tensor:
     """Run ``grouped_mm`` in float64, which torch's grouped GEMM does not support. Computes L products of all rows."""
-    positions_R = torch.arange(rows.shape[0], dtype=offs.dtype, device=offs.device)
-    expert_R1 = torch.searchsorted(offs, positions_R, right=True).unsqueeze(1)
+    expert_R1 = experts_of_rows(offs, padding, rows.shape[0]).unsqueeze(1)
     y = rows.new_zeros(rows.shape[0], weights.shape[2])
     for index in range(weights.shape[0]):
-        y = y + torch.where(expert_R1 == index, rows, 0) @ weights[index]
+        mine_R1 = expert_R1 == index
+        y = y + torch.where(mine_R1, torch.where(mine_R1, rows, 0) @ weights[index], 0)  # the outer one for gradients
     return y
+
+
+def _compiled_mm(rows: Tensor, weights: Tensor, offs: Tensor, padding: Tensor | None) -> Tensor:
+    """Run ``grouped_mm`` in a compiled region, where torch warns about autograd functions."""
+    # torch's fake kernel takes bfloat16 only
+    product = _aligned_mm if rows.dtype == torch.bfloat16 else aligned_mm
+    if padding is None:
+        return product(rows, weights, offs)
+    real_R1 = _real_rows(offs, padding, rows.shape[0])
+    return torch.where(real_R1, product(torch.where(real_R1, rows, 0), weights, offs), 0)  # the outer one for gradients
+
+
+def _real_rows(offs: Tensor, padding: Tensor, num_rows: int) -> Tensor:
+    return (experts_of_rows(offs, padding, num_rows) < offs.shape[0]).unsqueeze(1)
 
 
 def _aligned_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
@@ -127,16 +150,42 @@ def _aligned_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 aligned_mm.register_autograd(_aligned_gradients, setup_context=_keep_operands)
 
 
-class _ContiguousGradient(torch.autograd.Function):
-    """Make the gradient contiguous, because torch's grouped GEMM refuses the expanded gradient of a sum."""
+class _GroupedMM(torch.autograd.Function):
+    """Torch's grouped GEMM, with a gradient of the matrices that reads no padding: 0 times NaN would be NaN."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return y.view_as(y)
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, offs: Tensor, padding: Tensor | None) -> Tensor:
+        of_rows, of_weights, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if of_weights else None, weights if of_rows else None, offs, padding)
+        return _aligned_mm(rows, weights, offs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return contiguous_gradient(grad)
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        rows, weights, offs, padding = ctx.saved_tensors
+        grad = contiguous_gradient(grad)  # torch's grouped GEMM refuses the expanded gradient of a sum
+        grad_rows = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = _aligned_mm(grad, weights.transpose(1, 2), offs)
+        if ctx.needs_input_grad[1]:
+            grad_weights = matrix_gradient(rows, grad, offs, padding)
+        return grad_rows, grad_weights, None, None
+
+
+def matrix_gradient(rows: Tensor, grad: Tensor, offs: Tensor, padding: Tensor | None) -> Tensor:
+    """Return the gradient of the matrices, (L, D, H), from real rows only.
+
+    Args:
+        rows: (R, D), as in ``grouped_mm``. Rows start at multiples of 16 bytes.
+        grad: (R, H), the gradient of the products; likewise.
+        offs: As in ``grouped_mm``.
+        padding: As in ``grouped_mm``.
+
+    Cost: with padding, a copy of ``rows`` and one of ``grad``, which live inside this call.
+    """
+    if padding is not None:
+        real_R1 = _real_rows(offs, padding, rows.shape[0])
+        rows, grad = torch.where(real_R1, rows, 0), torch.where(real_R1, grad, 0)
+    return _aligned_mm(rows.t(), grad, offs)
 
 
 def contiguous_gradient(grad: Tensor) -> Tensor:

@@ -48,11 +48,16 @@ class Note:
 class Recorder:
     """Keep the first ``steps`` dispatches of each dispatcher of a channel.
 
+    Args:
+        steps: Number of dispatches to keep.
+        by_position: Whether the reader needs the sequence and the position of each row, as a ``RoutingTable`` does.
+
     Cost: each call copies ids, weights and lengths to the host, without a host sync.
     """
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, *, by_position: bool = False) -> None:
         self.steps = steps
+        self.by_position = by_position
         self.notes: list[Note] = []
         self._kept: dict[Hashable, int] = {}
 

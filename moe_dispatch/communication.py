@@ -185,7 +185,8 @@ class Communicator:
     def touch(self, device: torch.device) -> None:
         """Run a collective of one element, so that the group makes its communicator for the device."""
         if self.group is not None:
-            self._all_reduce(torch.zeros(1, device=device), dist.ReduceOp.SUM, label="build")
+            own = own_device(self.group, device)
+            self._all_reduce(torch.zeros(1, device=own), dist.ReduceOp.SUM, label="build")
 
     def gather_integers(self, values: Sequence[int], *, label: str) -> list[list[int]]:
         """Return the host integers of all ranks, by rank. Each rank passes the same number. Cost: one all-gather."""
@@ -381,7 +382,7 @@ def device_types(group: dist.ProcessGroup | None) -> set[str]:
 def device_of(group: dist.ProcessGroup | None, preferred: torch.device) -> torch.device:
     """Return the device on which ranks exchange rows: the preferred one, or else one that the group supports."""
     kinds = device_types(group)
-    return preferred if not kinds or preferred.type in kinds else torch.device(sorted(kinds)[0])
+    return own_device(group, preferred if not kinds or preferred.type in kinds else sorted(kinds)[0])
 
 
 def control_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -390,7 +391,16 @@ def control_device(group: dist.ProcessGroup | None) -> torch.device:
     An exchange on the CPU does not make a GPU wait.
     """
     kinds = device_types(group)
-    return torch.device("cpu" if "cpu" in kinds or not kinds else sorted(kinds)[0])
+    return own_device(group, "cpu" if "cpu" in kinds or not kinds else sorted(kinds)[0])
+
+
+def own_device(group: dist.ProcessGroup | None, device: torch.device | str) -> torch.device:
+    """Return a device. If it has no number, it gets that of ``init_process_group(device_id=...)``.
+
+    Without a number, a device is the current one, which is cuda:0 on every rank that does not set it.
+    """
+    device, bound = torch.device(device), None if group is None else group.bound_device_id
+    return bound if bound is not None and device.index is None and bound.type == device.type else device
 
 
 def to_device(values: Sequence[Any] | Tensor, device: torch.device | str) -> Tensor:

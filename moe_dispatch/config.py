@@ -7,7 +7,7 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, final
@@ -19,7 +19,14 @@ from moe_dispatch._quantisation import RECIPES, RecipeName
 from moe_dispatch._support import newer_format
 from moe_dispatch.backends.base import BackendOptions, PermutationName, WireDtype
 from moe_dispatch.backends.capacity import Factor
-from moe_dispatch.backends.registry import AUTO, BackendName, choose_backend, load_backend, parse_backend
+from moe_dispatch.backends.registry import (
+    AUTO,
+    BackendName,
+    backends_with,
+    choose_backend,
+    load_backend,
+    parse_backend,
+)
 from moe_dispatch.balance.exact import EXACT
 from moe_dispatch.balance.planners import PlannerName, check_planner
 from moe_dispatch.communication import canonical_json
@@ -191,7 +198,7 @@ class DispatcherConfig(BaseModel):
 
     if not TYPE_CHECKING:  # type checkers and editors know the signature that pydantic makes from the fields
 
-        def __init__(self, **fields: Any) -> None:
+        def __init__(self, /, **fields: Any) -> None:
             try:
                 super().__init__(**fields)
             except ValidationError as error:
@@ -356,13 +363,13 @@ class DispatcherConfig(BaseModel):
         """Return a copy as ``replace`` does. Pydantic's own method would not validate the changes."""
         return self.replace(**(update or {}))
 
-    def replace(self, **changes: Any) -> DispatcherConfig:
+    def replace(self, /, **changes: Any) -> DispatcherConfig:
         """Return a copy with some fields changed. The copy is validated like a new config."""
         return DispatcherConfig(**{**self.model_dump(), **changes})
 
     @classmethod
     def load(
-        cls, file: str | Path | None = None, *, environment: Mapping[str, str] | None = None, **fields: Any
+        cls, /, file: str | Path | None = None, *, environment: Mapping[str, str] | None = None, **fields: Any
     ) -> DispatcherConfig:
         """Read a config from a file, the environment and keywords. Each of these overrides the ones before it.
 
@@ -382,6 +389,10 @@ class DispatcherConfig(BaseModel):
             ConfigError: The file is missing, is malformed (the text has the line) or is not a mapping; the name of a
                 variable is nearly that of a field; or a field is wrong (the text has the file and the variables).
         """
+        if isinstance(file, Mapping):
+            raise ConfigError(
+                "DispatcherConfig.load: file must be a path, got a mapping. Use DispatcherConfig(**fields)."
+            )
         from_file = {} if file is None else _read(Path(file))
         merged, variables = overridden(from_file, os.environ if environment is None else environment)
         try:
@@ -391,13 +402,19 @@ class DispatcherConfig(BaseModel):
             raise ConfigError(f"DispatcherConfig.load: {source}: {error}") from error
 
 
+_OF_THE_GROUP = {"group", "ep_group", "ep_rank", "ep_size", "num_local_experts", "world_size"}
 _TYPES = {"bool", "dict", "float", "int", "str"}  # names that pydantic gives to the types of a union
 
 
 def _problems(error: ValidationError, fields: Mapping[str, Any]) -> str:
     """Describe what pydantic found in ``fields``, in one line for each field."""
     lines: dict[tuple[str, str], list[str]] = {}
-    for found in error.errors():
+    errors = error.errors()
+    unknown = [found for found in errors if found["type"] == "extra_forbidden" and len(found["loc"]) == 1]
+    below = {name for found in unknown if _holds_fields(found["input"]) for name in found["input"]}
+    for found in errors:
+        if found["type"] == "missing" and found["loc"][0] in below:
+            continue  # the line of the key above it says so
         cause = found.get("ctx", {}).get("error")
         if isinstance(cause, ValueError):
             lines[str(cause), ""] = []
@@ -407,12 +424,41 @@ def _problems(error: ValidationError, fields: Mapping[str, Any]) -> str:
         field = ".".join(part for part in map(str, found["loc"]) if part.isidentifier() and part not in _TYPES)
         got = "nothing." if found["type"] == "missing" else f"{shown(found['input'])}."
         if found["type"] == "extra_forbidden":
-            got += did_you_mean(str(found["loc"][-1]), _names_beside(found["loc"], fields))
+            got += _advice(found["loc"], found["input"], fields)
+        elif field == "pad_multiple":
+            got += (
+                f" Names stand for rows: {', '.join(f'{name!r} for {rows}' for name, rows in PAD_MULTIPLES.items())}."
+            )
         lines.setdefault((field, got), []).append(found["msg"])
     return "\n".join(
         f"DispatcherConfig: {field}: {'; or '.join(said)}, got {got}" if said else field
         for (field, got), said in lines.items()
     )
+
+
+def _holds_fields(value: object) -> bool:
+    """Return whether a value is a mapping with the fields of a config."""
+    return isinstance(value, Mapping) and len(DispatcherConfig.model_fields.keys() & value.keys()) > 1
+
+
+def _advice(where: tuple[int | str, ...], value: object, fields: Mapping[str, Any]) -> str:
+    """Say where a name belongs that is unknown in its place, or which known name it is like. Starts with a space."""
+    name, is_field = str(where[-1]), len(where) == 1
+    if is_field and _holds_fields(value):
+        return f" It holds the fields of a config, which must not be below a key. Pass what {name!r} holds."
+    if is_field and name in _OF_THE_GROUP:
+        return " It follows from the group: pass that to build_dispatcher."
+    if not is_field and name in DispatcherConfig.model_fields:
+        return f" It is a field of the config itself, beside {where[0]!r}."
+    if where[0] != "constraints" and name in ConstraintOverrides.model_fields:
+        return f" It is a constraint: write constraints={{{name!r}: ...}}."
+    if owners := backends_with(name):
+        spec = fields.get("backend", AUTO)
+        chosen = spec.get("name") if isinstance(spec, Mapping) else spec
+        if chosen in owners:
+            return f' It is an option of the backend: write backend={{"name": "{chosen}", "{name}": ...}}.'
+        return f" It is an option of backend {' and '.join(map(repr, owners))}, and not of {chosen!r}."
+    return did_you_mean(name, _names_beside(where, fields))
 
 
 def _names_beside(where: tuple[int | str, ...], fields: Mapping[str, Any]) -> Iterable[str]:
@@ -460,6 +506,14 @@ def json_or_text(value: str) -> Any:
         return value
 
 
+def _keys(mapping: Mapping[Any, Any]) -> Iterator[Any]:
+    """Yield the keys of a mapping and of the mappings that are its values."""
+    for key, value in mapping.items():
+        yield key
+        if isinstance(value, dict):
+            yield from value
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -475,6 +529,11 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"DispatcherConfig.load: cannot read {path}: {error}.") from error
     if not isinstance(value, dict):
         raise ConfigError(f"DispatcherConfig.load: {path} must be a mapping of fields, not {type(value).__name__}.")
+    for name in _keys(value):
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"DispatcherConfig.load: {path}: keys must be strings, got {shown(name)}. Put quotes around it."
+            )
     if told := newer_format(value.get("format"), FORMAT):
         raise ConfigError(f"DispatcherConfig.load: {path} must have format {FORMAT}, {told}")
     return {name: field for name, field in value.items() if (name, field) != ("format", FORMAT)}

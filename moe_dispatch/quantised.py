@@ -17,7 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_dispatch._expert_rows import ALIGNED_BYTES, contiguous_gradient, grouped_mm
+from moe_dispatch._expert_rows import (
+    ALIGNED_BYTES,
+    contiguous_gradient,
+    experts_of_rows,
+    grouped_mm,
+    matrix_gradient,
+)
 from moe_dispatch._quantisation import RECIPES, Quantised, quantise, quantised_form, widen
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.permutation.index import round_up
@@ -84,16 +90,17 @@ def te_grouped_tensor(sent: Dispatched) -> Tensor:
         (R, D) in the model's dtype. Nothing is copied.
 
     Raises:
-        InputError: The rows are not quantised as "mxfp8", or not padded to 128.
+        InputError: The rows are not quantised as "mxfp8", not padded to 128, or D is no multiple of 128.
 
     Source: transformer-engine main of 2026-08 (d0067d0), pytorch/tensor/grouped_tensor.py; **not run**.
     """
+    rows = _rows(sent, "te_grouped_tensor", ("mxfp8",), multiple=128)
+    counts, hidden = rows.tokens_per_expert, rows.values.shape[1]
+    if hidden % 128:
+        raise InputError(f"te_grouped_tensor: hidden_size must be a multiple of 128, got {hidden}.")
     import transformer_engine_torch as tex  # noqa: PLC0415 - optional
     from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor  # noqa: PLC0415
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer  # noqa: PLC0415
-
-    rows = _rows(sent, "te_grouped_tensor", ("mxfp8",), multiple=128)
-    counts = rows.tokens_per_expert
 
     def make() -> Tensor:
         made: Tensor = GroupedTensor(
@@ -104,7 +111,7 @@ def te_grouped_tensor(sent: Dispatched) -> Tensor:
             data=rows.values.view(torch.uint8).view(-1),
             scale_inv=rows.scales.view(torch.uint8).view(-1),
             first_dims=counts,
-            tensor_offsets=F.pad((counts * rows.values.shape[1]).cumsum(0), (1, 0)),
+            tensor_offsets=F.pad((counts * hidden).cumsum(0), (1, 0)),
             with_gemm_swizzled_scales=False,
         )
         return made
@@ -232,18 +239,17 @@ def deep_gemm_layout(sent: Dispatched, *, psum: bool = False) -> Tensor:
 
     Cost: no host sync.
     """
-    real = sent.offs - sent.tokens_per_expert.int() + sent.real_tokens_per_expert.int()
+    offs, padding = sent.offs, sent._padding
     if psum:
         if sent.pad_multiple != DEEP_GEMM_ROWS:
             raise InputError(
                 f"deep_gemm_layout: psum needs pad_multiple={DEEP_GEMM_ROWS}, the alignment of DeepGEMM, got "
                 f"{sent.pad_multiple}. Use psum=False."
             )
-        return real
-    rows_R = torch.arange(sent.edge.shape[0], dtype=torch.int32, device=real.device)
-    expert_R = torch.searchsorted(sent.offs, rows_R, right=True)
-    end_R = F.pad(real, (0, 1)).index_select(0, expert_R)  # 0 behind the last expert
-    return torch.where(rows_R < end_R, expert_R, -1).int()
+        assert padding is not None
+        return offs - padding.int()
+    expert_R = experts_of_rows(offs, padding, sent.edge.shape[0])
+    return torch.where(expert_R < offs.shape[0], expert_R, -1).int()
 
 
 def grouped_gemm(sent: Dispatched, weights: Tensor, forward: Callable[[Dispatched, Tensor], Tensor]) -> Tensor:
@@ -278,7 +284,7 @@ class _Gemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, edge: Tensor, weights: Tensor, sent: Dispatched, forward: Callable[..., Tensor]) -> Tensor:
         assert sent.quantised is not None
-        ctx.dtype, ctx.offs = edge.dtype, sent.offs
+        ctx.dtype, ctx.offs, ctx.padding = edge.dtype, sent.offs, sent._padding
         ctx.save_for_backward(sent.quantised.values, sent.quantised.scales, weights)
         # This copy does not share ``rows``, which may outlive their use: they take twice the memory of values.
         return forward(replace(sent, quantised=replace(sent.quantised)), weights)
@@ -296,7 +302,7 @@ class _Gemm(torch.autograd.Function):
             rows = widen(Quantised(values, scales), weights.dtype)
             width = grad.shape[1]
             grad = F.pad(grad, (0, -width % (ALIGNED_BYTES // grad.element_size()))).contiguous()
-            grad_weights = F.grouped_mm(rows.t(), grad, offs=ctx.offs)[:, :, :width]
+            grad_weights = matrix_gradient(rows, grad, ctx.offs, ctx.padding)[:, :, :width]
         return grad_rows, grad_weights, None, None
 
 
@@ -387,6 +393,7 @@ def _rows(sent: Dispatched, where: str, recipes: tuple[str | None, ...], multipl
     offered = " or ".join(map(repr, recipes))
     if sent.quantised is None:
         raise InputError(f'{where}: the rows are not quantised. Set deliver="quantised" and wire_dtype to {offered}.')
+    sent.quantised._check_values()
     if sent.quantised.recipe not in recipes:
         raise InputError(f"{where}: wire_dtype must be {offered}, got {sent.quantised.recipe!r}.")
     if sent.pad_multiple % multiple:

@@ -27,6 +27,23 @@ from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
 
 
+def check_plain(where: str, **arguments: object) -> None:
+    """Refuse what is no tensor, and DTensors.
+
+    A call compares types first, and comes here only with a type that is not ``Tensor``, such as a Parameter.
+
+    Raises:
+        InputError: An argument is no tensor, or is a DTensor. The error begins with ``where``.
+    """
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise InputError(f"{where}: {name} must be a Tensor, got {type(value).__name__}.")
+        if hasattr(value, "to_local"):  # importing the class would take time
+            raise InputError(
+                f"{where}: {name} must be the tensor of this rank, got a {type(value).__name__}. Pass its to_local()."
+            )
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
@@ -180,9 +197,20 @@ class Plan:
         return self.footprint(dtype)
 
 
+class WidenedRows:
+    """Base with room for rows that are widened once.
+
+    They are no field of the dataclass: a copy by ``dataclasses.replace`` may have another edge, or must not share them.
+    """
+
+    __slots__ = ("_widened",)
+
+    _widened: Tensor
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
-class QuantisedRows:
+class QuantisedRows(WidenedRows):
     """The rows that this rank's experts work on, quantised as they travelled. ``moe_dispatch.quantised`` adapts them.
 
     Attributes:
@@ -201,7 +229,14 @@ class QuantisedRows:
     recipe: RecipeName
     tokens_per_expert: Tensor
     edge: Tensor
-    _widened: list[Tensor] = field(default_factory=list, init=False)
+
+    def _check_values(self) -> None:
+        """Raise InputError if something has converted the values, as FSDP2 does with the arguments of a module."""
+        if self.values.dtype != torch.float8_e4m3fn:
+            raise InputError(
+                f"QuantisedRows: values must be torch.float8_e4m3fn, got {self.values.dtype}. Give a module that takes "
+                "a Dispatched a MixedPrecisionPolicy with cast_forward_inputs=False."
+            )
 
     @property
     def offs(self) -> Tensor:
@@ -211,14 +246,17 @@ class QuantisedRows:
     @property
     def rows(self) -> Tensor:
         """The rows in the model's dtype, (R, D). They are widened on the first read and kept."""
-        kept = self._widened
+        kept: Tensor | None = getattr(self, "_widened", None)
         if (
-            not kept
-            or (torch.is_grad_enabled() and self.edge.requires_grad > kept[0].requires_grad)
-            or (kept[0].is_inference() and not torch.is_inference_mode_enabled())
+            kept is None
+            or (torch.is_grad_enabled() and self.edge.requires_grad > kept.requires_grad)
+            or (kept.is_inference() and not torch.is_inference_mode_enabled())
         ):
-            self._widened[:] = [Widen.apply(self.edge, self.values, self.scales)]  # type: ignore[no-untyped-call]
-        return self._widened[0]
+            self._check_values()
+            kept = Widen.apply(self.edge, self.values, self.scales)  # type: ignore[no-untyped-call]
+            object.__setattr__(self, "_widened", kept)
+        assert kept is not None
+        return kept
 
 
 @final
@@ -294,7 +332,16 @@ class Dispatched:
         """The end of each expert's rows: inclusive sums of ``tokens_per_expert``, int32 (L,).
 
         ``torch._grouped_mm`` takes them as ``offs``.
+
+        Raises:
+            InputError: This rank has more rows than int32 counts. In graph-safe mode, building the dispatcher raises.
         """
+        most, rows = torch.iinfo(torch.int32).max, sum(self.host_counts or ())
+        if rows > most:
+            raise InputError(
+                f"Dispatched.offs: a rank must have at most {most} rows, because offs is int32, got {rows}. Use "
+                "tokens_per_expert, or set chunk_tokens."
+            )
         return self.tokens_per_expert.cumsum(0, dtype=torch.int32)
 
     @property
@@ -318,8 +365,13 @@ class Dispatched:
             InputError: The shape or the dtype of ``rows`` or ``weights`` does not fit.
 
         Cost: that of ``torch.nn.functional.grouped_mm``, without another host sync. If a row of D or H columns is not a
-        multiple of 16 bytes, both operands are copied with padding. float64 takes L products of all rows.
+        multiple of 16 bytes, both operands are copied with padding. float64 takes L products of all rows. With a
+        ``pad_multiple`` above 1, the backward copies ``rows`` and the gradient of the result, with zeros on padding,
+        and frees the copies at once; with ``weights`` that need no gradient it does not. A compiled region copies
+        ``rows`` and the result in the forward.
         """
+        if not (type(rows) is Tensor and type(weights) is Tensor):
+            check_plain("Dispatched.grouped_mm", rows=rows, weights=weights)
         device = rows.device.type
         # torch 2.10 cannot compile the question whether a kind of device has autocast.
         has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
@@ -334,9 +386,9 @@ class Dispatched:
             raise InputError(
                 f"Dispatched.grouped_mm: rows must be floating (R={num_rows}, D) and weights (L={num_experts}, D, H) "
                 f"in the same dtype, got {rows.dtype} {tuple(rows.shape)} and {weights.dtype} {tuple(weights.shape)}."
-                f"{self._slots_advice}"
+                f"{self._slots_advice}{_matrices_advice(rows, weights, num_experts)}"
             )
-        return grouped_mm(rows, weights, self.offs)
+        return grouped_mm(rows, weights, self.offs, self._padding)
 
     def per_expert(self, functions: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
         """Apply a function to each expert's rows, and put the results together.
@@ -355,7 +407,13 @@ class Dispatched:
         Cost: that of ``tokens_per_expert_list``. In a compiled region an operator copies the rows and reads the counts
         on the host.
         """
-        applied, num_experts = list(functions), self.tokens_per_expert.shape[0]
+        num_experts = self.tokens_per_expert.shape[0]
+        if not isinstance(functions, Iterable):
+            raise InputError(
+                f"Dispatched.per_expert: pass one function for each of {num_experts} experts, as an nn.ModuleList or a "
+                f"list, got one {type(functions).__name__}."
+            )
+        applied = list(functions)
         if len(applied) != num_experts:
             raise InputError(
                 f"Dispatched.per_expert: got {len(applied)} functions for {num_experts} experts.{self._slots_advice}"
@@ -366,7 +424,15 @@ class Dispatched:
             parts = split(self.rows, self.tokens_per_expert)
         else:
             parts = self.rows.split(self.tokens_per_expert_list)
-        return torch.cat([function(rows) for function, rows in zip(applied, parts, strict=True)])
+        outputs = [function(rows) for function, rows in zip(applied, parts, strict=True)]
+        if others := {type(output).__name__ for output in outputs if not isinstance(output, Tensor)}:
+            raise InputError(f"Dispatched.per_expert: functions must return tensors, got {', '.join(sorted(others))}.")
+        return torch.cat(outputs)
+
+    @property
+    def _padding(self) -> Tensor | None:
+        """The number of padding rows of each expert, int64 (L,); None if there are none."""
+        return None if self.pad_multiple == 1 else self.tokens_per_expert - self.real_tokens_per_expert
 
     @property
     def _slots_advice(self) -> str:
@@ -375,6 +441,19 @@ class Dispatched:
     def wait(self) -> Dispatched:
         """Return this value, so that code for ``async_op=True`` also runs with ``async_op=False``."""
         return self
+
+
+def _matrices_advice(rows: Tensor, weights: Tensor, num_experts: int) -> str:
+    """Say what to do with matrices that are transposed, or those of all ranks; starts with a space."""
+    if weights.dim() != 3 or rows.dim() != 2:
+        return ""
+    count, width, transposed = weights.shape
+    advice = ""
+    if count > num_experts:
+        advice = " Pass the matrices of this rank's experts only, L of all."
+    if width != rows.shape[1] == transposed:
+        advice += " nn.Linear stores (H, D): pass weights.transpose(1, 2)."
+    return advice
 
 
 @final

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from moe_dispatch import DispatcherConfig
 from moe_dispatch.backends import known_backends, load_backend
 from tests.pages import ROOT, blocks, commands, run_command
 
@@ -37,6 +42,18 @@ def test_commands_of_the_quickstart_have_their_output() -> None:
     """All but the installation."""
     assert len(RUNS) == 4
     assert QUICKSTART.count("```sh\n") == len(RUNS) + 1
+
+
+def test_layer_of_the_quickstart_takes_a_mesh() -> None:
+    (code,) = re.findall(r'^```python title="moe.py"\n(.*?)^```$', QUICKSTART, re.MULTILINE | re.DOTALL)
+    defined: dict[str, Any] = {"__name__": "moe"}
+    exec(code, defined)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = DispatcherConfig(backend="alltoall", num_experts=8, top_k=2, hidden_size=32)
+        assert defined["MoE"](config, init_device_mesh("cpu", (1,))).layer(torch.ones(1, 5, 32)).shape == (1, 5, 32)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow

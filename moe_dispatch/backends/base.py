@@ -31,7 +31,10 @@ PermutationName = Literal["auto", "torch", "triton", "te"]
 DropOrder = Literal["weight", "position"]
 
 MARKED_DISPATCHERS = 64
-"""Numbers of dispatchers that marks tell apart, with 0 for an unknown one. A mark is ``facts * 64 + dispatcher``."""
+"""Numbers of dispatchers that marks tell apart, with 0 for an unknown one."""
+
+WANTS_WEIGHTS = 2**21
+"""Added to the mark of a rank whose weights require grad. The rest of a mark is ``facts * 64 + dispatcher``."""
 
 
 @final
@@ -304,6 +307,7 @@ class BackendContext:
         needs: Constraints of the backend, after the overrides of the config.
         permutation_name: Name of the configured one-rank reorder.
         workspace: Memory that calls reuse.
+        debug: Whether each call checks what it can, at the cost of host syncs.
         permutations: The reorder itself, by type of tensor and of device. ``permutation_of`` looks it up for a tensor.
     """
 
@@ -312,6 +316,7 @@ class BackendContext:
     needs: Constraints = field(default_factory=Constraints)
     permutation_name: PermutationName = "auto"
     workspace: Workspace = field(default_factory=Workspace)
+    debug: bool = False
     permutations: Permutations = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -492,6 +497,8 @@ class Arrived:
     Attributes:
         scales: Scales if ``MoEShape.quantised``, 1 on padding; ``rows`` are then the values. Otherwise None.
         route: Route of this dispatch, for combine and the backwards.
+        wants_weights: Whether the weights of some rank require grad. The marks of a dispatch tell it; a backend without
+            marks leaves True.
         demand: int64 (2,) on the device, in graph-safe mode; else None. The first entry is the number of real rows that
             this rank's experts needed room for, dropped rows included. The second is the largest number of rows that
             this rank had for any one rank, or 0 if the backend has no ``pair_rows``.
@@ -503,6 +510,7 @@ class Arrived:
     real_tokens_per_expert: Tensor
     tokens_per_expert_list: tuple[int, ...] | None
     route: Route
+    wants_weights: bool = True
     demand: Tensor | None = None
     scales: Tensor | None = None
 
@@ -516,12 +524,16 @@ def marks_agree(marks: Collection[int]) -> bool:
     """Return whether no rank refuses, and all make the same call, from the marks of all ranks.
 
     A mark is -1 if its rank refuses. Its lowest 6 bits are the number of the dispatcher, which compiled code does not
-    know and sends as 0. So ranks of which only some fell back to eager mode agree.
+    know and sends as 0. So ranks of which only some fell back to eager mode agree. Ranks may differ in
+    ``WANTS_WEIGHTS``.
     """
-    if len(set(marks)) == 1:  # in nearly every call
-        return min(marks) >= 0
-    dispatchers = {mark % MARKED_DISPATCHERS for mark in marks} - {0}
-    return min(marks) >= 0 and len(dispatchers) <= 1 and len({mark // MARKED_DISPATCHERS for mark in marks}) == 1
+    if min(marks) < 0:
+        return False
+    calls = {mark % WANTS_WEIGHTS for mark in marks}
+    if len(calls) == 1:  # in nearly every call
+        return True
+    dispatchers = {call % MARKED_DISPATCHERS for call in calls} - {0}
+    return len(dispatchers) <= 1 and len({call // MARKED_DISPATCHERS for call in calls}) == 1
 
 
 class Backend(ABC):
@@ -569,6 +581,8 @@ class Backend(ABC):
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
     ) -> Any:
         """Start ``dispatch``, and return what ``finish`` needs. A backend without overlap does all of it here.
+
+        Called for ``async_op=True``, and for every dispatch if ``Constraints.exchanges_counts``.
 
         Args:
             rows_TD: As in ``dispatch``.

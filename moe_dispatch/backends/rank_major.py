@@ -127,6 +127,7 @@ def arrive(
     weights_SK: Tensor,
     dtype: torch.dtype,
     *,
+    wants_weights: bool = True,
     demand: Tensor | None = None,
 ) -> Arrived:
     """Copy the rows that arrived to their experts.
@@ -136,6 +137,7 @@ def arrive(
         rows_SD: The rows, quantised or not, ordered by source rank.
         weights_SK: Weights of their slots.
         dtype: Dtype of the rows that were sent.
+        wants_weights: As in ``Arrived``.
         demand: As in ``Arrived``, if the backend has ``pair_rows``. Otherwise all rows arrived here, so the index knows
             in graph-safe mode how many were needed.
     """
@@ -154,5 +156,6 @@ def arrive(
         real_tokens_per_expert=real_L,
         tokens_per_expert_list=padded_list,
         route=route,
+        wants_weights=wants_weights,
         demand=demand,
     )

@@ -97,6 +97,11 @@ def known_backends() -> list[str]:
     return sorted({*_BUILT_IN, *_REGISTERED, *_third_party()})
 
 
+def backends_with(option: str) -> list[str]:
+    """Return the names of the built-in backends that have an option."""
+    return [name for name in _BUILT_IN if option in load_backend(name).model_fields]
+
+
 def load_backend(name: str) -> type[BackendOptions]:
     """Return the options class of a backend.
 

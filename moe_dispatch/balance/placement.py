@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import Any, final
 
@@ -48,8 +49,8 @@ class ExpertPlacement:
 
     def __post_init__(self) -> None:
         try:
-            slots = tuple(tuple(int(expert) for expert in of_rank) for of_rank in self.slots)
-        except (TypeError, ValueError) as error:
+            slots = tuple(tuple(index(expert) for expert in of_rank) for of_rank in self.slots)
+        except TypeError as error:
             raise ConfigError(
                 f"ExpertPlacement: slots must be a list of ids for each rank, got {shown(self.slots)}. "
                 "Pass [[0, 1], [2, 3]] for two ranks with two slots."

@@ -9,7 +9,7 @@ from functools import cache, lru_cache, partial
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import MARKED_DISPATCHERS
+from moe_dispatch.backends.base import MARKED_DISPATCHERS, WANTS_WEIGHTS
 from moe_dispatch.communication import control_device, device_of, digest, raise_alike
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.requirements import check_max_rows
@@ -42,13 +42,15 @@ def facts_of(dtype: torch.dtype, recorded: bool) -> Facts:
 
 
 @lru_cache(maxsize=1024)
-def mark_of(dtype: torch.dtype, recorded: bool, number: int | None) -> int:
+def mark_of(dtype: torch.dtype, recorded: bool, number: int | None, wants_weights: bool) -> int:
     """Return the facts and the number of the dispatcher as a mark, which ``marks_agree`` compares.
 
-    ``number`` is None in compiled code, which does not know its dispatcher.
+    ``number`` is None in compiled code, which does not know its dispatcher. ``wants_weights`` says whether the weights
+    of this rank require grad, which peers learn from the mark.
     """
     last = 0 if number is None else 1 + number % (MARKED_DISPATCHERS - 1)
-    return digest(facts_of(dtype, recorded)) % 2**16 * MARKED_DISPATCHERS + last
+    call = digest(facts_of(dtype, recorded)) * MARKED_DISPATCHERS % WANTS_WEIGHTS + last
+    return call + WANTS_WEIGHTS * wants_weights
 
 
 def described(facts: Facts, lease: Lease | None) -> Facts:

@@ -32,7 +32,7 @@ from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
 from moe_dispatch.dispatchers.metrics import is_recomputation
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.types import Plan, QuantisedRows
+from moe_dispatch.types import Plan, QuantisedRows, check_plain
 
 
 @final
@@ -48,7 +48,8 @@ class State:
         real_rows: int64, the indices of the rows that went to the backend; None if all of them did.
         padded: Tp, the number of rows that went to the backend, with padding; None in the state of a traced call,
             where the operator decides it.
-        wants_weights: Whether the model's weights require grad. The weights that ``anchor`` returns always do.
+        wants_weights: Whether the backward of combine needs the expert outputs, for gradients of the weights of any
+            rank. False only if no rank wants them and the ranks know it.
         route: Route of the backend; None if an operator made the dispatch.
         tensors: The route as tensors, if an operator made the dispatch; otherwise empty.
     """
@@ -62,6 +63,11 @@ class State:
     wants_weights: bool
     route: Route | None = None
     tensors: tuple[Tensor, ...] = ()
+
+
+# FSDP2 maps over the dataclasses among the arguments of a module, which may be a Dispatched, and casts their tensors. A
+# class without this mark is left as it is.
+del State.__dataclass_fields__
 
 
 def pad(tensor: Tensor, real_rows: Tensor | None, padded: int, fill: float = 0) -> Tensor:
@@ -91,7 +97,7 @@ class Departed:
 
     Attributes:
         channel: Channel of the dispatch.
-        started: What ``Backend.start`` returned.
+        started: What ``Backend.start`` or ``Backend.dispatch`` returned.
         padded: Tp, the number of rows that this rank sends, with padding.
         real_rows: int64, the indices of the rows that are sent; None if all are.
         given_TK: The ids of the router, of the rows that are sent.
@@ -131,8 +137,10 @@ def start(
     placement: ExpertPlacement | ExactPlacement | None,
     table: SlotTable | None,
     recorded: bool,
+    wants_weights: bool = True,
     lease: Lease | None = None,
     layer: int = -1,
+    async_op: bool = False,
 ) -> Departed:
     """Clean the ids, settle the sizes if the plan has none, pad, and start to send.
 
@@ -152,8 +160,10 @@ def start(
             config has ``balance``, a placement planned here takes its place.
         table: Table of the placement.
         recorded: Whether the call records gradients.
+        wants_weights: Whether the weights of the model require grad; in compiled code, True.
         lease: Lease of the dispatcher; None if an operator makes the dispatch.
         layer: Number of the layer for the meter; -1 in compiled code.
+        async_op: Whether the caller does other work before ``finish``.
 
     Raises:
         InputError: An id is invalid; or the ranks exchange counts, and another rank makes a different call.
@@ -161,7 +171,9 @@ def start(
     """
     config, needs, facts = channel.config, channel.needs, facts_of(x_TD.dtype, recorded)
     experts_L = None if table is None else table.experts_L
-    mark = mark_of(x_TD.dtype, recorded, None if lease is None else lease.number) if needs.exchanges_counts else None
+    mark, number = None, None if lease is None else lease.number
+    if needs.exchanges_counts:
+        mark = mark_of(x_TD.dtype, recorded, number, wants_weights)
     asks, num_experts = not config.graph_safe, config.num_experts
     summed = channel.num_summed > 0 and not plan.settled
     try:
@@ -196,7 +208,8 @@ def start(
         x_TD, weights_TK = pad(x_TD, real_rows, padded), pad(weights_TK, real_rows, padded)
         ids_TK = pad(ids_TK, None, padded, -1)
     try:
-        started = channel.backend.start(x_TD, ids_TK, weights_TK, sizes, *marks)
+        send = channel.backend.start if async_op or marks else channel.backend.dispatch
+        started = send(x_TD, ids_TK, weights_TK, sizes, *marks)
     except LostPeerError:
         raise
     except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
@@ -226,7 +239,8 @@ def finish(departed: Departed) -> Arrived:
         InputError: An id is invalid, and the ranks have not exchanged counts.
     """
     channel = departed.channel
-    arrived = channel.backend.finish(departed.started)
+    started = departed.started
+    arrived: Arrived = started if isinstance(started, Arrived) else channel.backend.finish(started)
     if departed.unread is not None and departed.unread.read():
         problem = problem_of_ids(departed.given_TK, channel.config.num_experts, departed.valid_T)
         assert problem is not None
@@ -281,6 +295,8 @@ class Dispatch(torch.autograd.Function):
         assert state.route is not None
         if torch.is_grad_enabled():
             raise double_backward("dispatch")
+        if type(grad_RD) is not Tensor:
+            check_plain("Dispatcher.dispatch", gradient=grad_RD)
         state.lease.tell_watchdog()
         # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
         with profiler_range("dispatch.backward"):
@@ -303,15 +319,19 @@ class Combine(torch.autograd.Function):
         ctx.save_for_backward(
             weights_R, rows_RD if applied and state.wants_weights and ctx.needs_input_grad[1] else None
         )
-        # A library may return a view. ``data`` is no view, so models may add a residual to it in place.
+        # ``data`` is no view, so models may add a residual to the result in place, also below FSDP2, which has hooks on
+        # it. A library may return a view, and the shape of x makes one.
         y_TD = state.route.combine(rows_RD, weights_R if applied else None).data
-        return trim(y_TD, state.real_rows, state.num_rows)
+        return state.layout.unflatten(trim(y_TD, state.real_rows, state.num_rows), state.shape).data
 
     @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise double_backward("combine")
+        if type(grad) is not Tensor:
+            check_plain("Dispatcher.combine", gradient=grad)
         (weights_R, rows_RD), state = ctx.saved_tensors, ctx.state
+        grad_TD = grad.reshape(state.num_rows, grad.shape[-1])
         state.lease.tell_watchdog()
         weights_R = weights_R if ctx.channel.config.weights == "combine" else None
         with profiler_range("combine.backward"):

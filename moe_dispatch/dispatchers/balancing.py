@@ -9,7 +9,7 @@ from moe_dispatch.balance.exact import EXACT, ExactPlacement, ExactPlanner
 from moe_dispatch.balance.placement import EMPTY, ExpertPlacement
 from moe_dispatch.balance.planners import is_built_in, run_planner
 from moe_dispatch.balance.slot_table import slots_of
-from moe_dispatch.communication import device_types, raise_alike, read_host
+from moe_dispatch.communication import device_types, own_device, raise_alike, read_host
 from moe_dispatch.dispatchers.agreement import REFUSED
 from moe_dispatch.dispatchers.channel import Channel, Lease, logger, profiler_range
 from moe_dispatch.errors import ConfigError, PeerError
@@ -88,7 +88,8 @@ def device_of_tables(channel: Channel, device: torch.device | str | None) -> tor
     chosen = device or channel.config.device
     if chosen is None:
         chosen = "cuda" if "cuda" in device_types(channel.communicator.group) and torch.cuda.is_available() else "cpu"
-    return torch.empty(0, device=chosen).device  # with its number, as tensors have it
+    own = own_device(channel.communicator.group, chosen)
+    return torch.empty(0, device=own).device  # with its number, as tensors have it
 
 
 def plan_balance(channel: Channel, ids_TK: Tensor) -> tuple[ExpertPlacement | ExactPlacement, Tensor, Tensor]:

@@ -69,7 +69,7 @@ class Channel:
             number, and neither the backend nor a number of chunks depends on the largest.
         capacity: Number of rows that the buffers of a dispatch hold; None if sizes follow the routing.
         watches: The watchdogs of the groups, if there are any. They report the name of the dispatcher that calls.
-        checked: The kinds of tensors that ``check_call`` and ``check_combine`` have found to fit.
+        checked: The kinds of tensors that ``check_call`` has found to fit.
         has_warned: Whether a warning has said that ``balance="exact"`` left out copies.
         agrees_on_rows: Whether the ranks settle sizes with a collective.
         num_summed: Number of counts that ranks sum when they agree on sizes, 0 for none. The first counts invalid ids;
@@ -118,7 +118,11 @@ class Channel:
                 f"ranks_per_node, got {self.ranks_per_node}. Give another ranks_per_node, or leave balance out."
             )
         self.context = BackendContext(
-            shape=shape, communicator=communicator, needs=needs, permutation_name=config.permutation
+            shape=shape,
+            communicator=communicator,
+            needs=needs,
+            permutation_name=config.permutation,
+            debug=config.debug,
         )
         self.backend = options.open(self.context)
         if config.max_rows_per_dispatch is not None:

@@ -12,7 +12,7 @@ from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError, LayoutError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.types import Plan, Routing
+from moe_dispatch.types import Plan, Routing, check_plain
 
 ROW_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
@@ -96,6 +96,8 @@ def check_call(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing | Non
     if torch._C._are_functorch_transforms_active():
         raise no_transforms("dispatch")
     ids, weights = routing.topk_ids, routing.topk_weights
+    if not (type(ids) is Tensor and type(weights) is Tensor):
+        check_plain("Dispatcher.dispatch", topk_ids=ids, topk_weights=weights)
     num_rows = x_TD.shape[0]  # ``len`` of a tensor takes longer
     kinds = (
         *(x_TD.dtype, x_TD.device, x_TD.shape[1]),
@@ -137,6 +139,20 @@ def needs_chunks(plan: Plan, config: DispatcherConfig) -> InputError:
 def no_routing(routing: object) -> InputError:
     """Return the error of a dispatch whose routing is no ``Routing``."""
     return InputError(f"Dispatcher.dispatch: pass Routing(topk_ids, topk_weights), not {type(routing).__name__}.")
+
+
+def no_layout(value: object) -> str:
+    """Say what was passed in place of a layout, and what to do."""
+    if isinstance(value, type) and issubclass(value, Layout):
+        return f"got the class {value.__name__}. Make a layout of it: {value.__name__}(...)."
+    told = f"got {type(value).__name__}."
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return told + " Pass weights with their ids, as Routing(ids, weights), and x to plan as like=x."
+    if isinstance(value, Tensor) and value.dtype == torch.bool:
+        return told + " Pass a mask as Masked(mask)."
+    if isinstance(value, Tensor | list | tuple):
+        return told + " Pass lengths as BSHD(lengths), and offsets as THD(cu_seqlens)."
+    return told
 
 
 def no_transforms(verb: str) -> StateError:
@@ -240,24 +256,29 @@ def check_again(x_TD: Tensor, num_rows: int, device: torch.device, channel: Chan
     check_rows("Dispatcher.dispatch", "x", x_TD, channel.config, channel.needs)
 
 
-def check_combine(rows: Tensor, dispatched: Tensor, channel: Channel) -> None:
-    """Compare expert outputs with the rows that were dispatched: shape, dtype, device and gradients.
+def check_combine(rows: Tensor, dispatched: Tensor, channel: Channel) -> Tensor:
+    """Compare expert outputs with the rows that were dispatched, and return them in the dtype of these.
+
+    All ranks know that dtype, so the bytes of a row that comes back do not depend on what one rank's experts return.
+    For example, a rank without rows may return ``torch.zeros(0, D)`` in float32 where its peers return bfloat16.
 
     Raises:
-        InputError: The outputs do not fit the dispatched rows, or the backend cannot carry them.
+        InputError: The outputs do not fit the dispatched rows, or require grad although the backend has no backward.
         StateError: The call is in a transform of torch.func.
     """
     if torch._C._are_functorch_transforms_active():
         raise no_transforms("combine")
+    if type(rows) is not Tensor:
+        check_plain("Dispatcher.combine", rows=rows)
     if rows.shape != dispatched.shape or rows.dtype not in ROW_DTYPES or rows.device != dispatched.device:
         raise InputError(
             f"Dispatcher.combine: rows must be floating {tuple(dispatched.shape)} on {dispatched.device}, like "
             f"sent.rows, got {rows.dtype} {tuple(rows.shape)} on {rows.device}. Return one output row per row."
         )
-    if rows.dtype not in channel.checked:
+    rows = rows.to(dispatched.dtype)
+    if not channel.needs.differentiable:
         check_rows("Dispatcher.combine", "rows", rows, channel.config, channel.needs)
-        if channel.needs.differentiable:
-            channel.checked.add(rows.dtype)
+    return rows
 
 
 def check_values(routing: Routing, valid_T: Tensor | None, num_experts: int) -> None:

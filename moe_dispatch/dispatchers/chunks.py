@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch.dispatchers import checks
-from moe_dispatch.dispatchers.agreement import settle, tell_peers
+from moe_dispatch.dispatchers.agreement import facts_of, settle, tell_peers
 from moe_dispatch.dispatchers.operators import refuse_compiled
+from moe_dispatch.errors import InputError
 from moe_dispatch.layouts import Layout, Masked, Rows
-from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
+from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
 
 if TYPE_CHECKING:
     from moe_dispatch.dispatchers.channel import Channel
@@ -63,6 +64,7 @@ def run_in_chunks(
         The output in the shape of x.
 
     Raises:
+        InputError: ``run_experts`` cannot be called.
         StateError: The call is in a compiled region. Other errors are those of ``Dispatcher.dispatch``; an invalid id
             is told to the peers where the call agrees on sizes, and on ``alltoall``.
 
@@ -70,6 +72,11 @@ def run_in_chunks(
     ranks agree on sizes but exchange no counts. With ``chunk_recompute``, C more of both in the backward. Metrics count
     each dispatch. ``moe_dispatch/dispatchers/chunks.py`` states the memory.
     """
+    if not callable(run_experts):
+        raise InputError(
+            "run_in_chunks: pass run_in_chunks(dispatcher, run_experts, x, routing), got "
+            f"{type(run_experts).__name__} for run_experts, which must be a function of sent."
+        )
     if dispatcher.config.chunk_tokens is not None:
         return _run_chunks(dispatcher, run_experts, x, routing, plan)
     sent = dispatcher.dispatch(x, routing, plan)
@@ -96,15 +103,15 @@ def _run_chunks(
     recorder, channel.recorder = channel.recorder, None  # a trace holds the whole call
     try:
         outputs = _outputs(dispatcher, run_experts, _chunks(channel, x_TD, routing, whole, parts, valid_T))
-        y_TD = None
+        y = None
         for part in parts:
-            y_TD = _Put.apply(y_TD, next(outputs), part, x_TD.shape)  # type: ignore[no-untyped-call]
+            y = _Put.apply(y, next(outputs), part, x.shape)  # type: ignore[no-untyped-call]
     finally:
         channel.recorder = recorder
     if recorder is not None:
         recorder.note(dispatcher._lease, dispatcher.name, x, routing, whole.layout)
-    assert isinstance(y_TD, Tensor)
-    return whole.layout.unflatten(y_TD, x)
+    assert isinstance(y, Tensor)
+    return y
 
 
 def _outputs(
@@ -141,6 +148,8 @@ def _settle(
     try:
         channel, has_sizes = dispatcher._lease.enter(), isinstance(plan, Plan)
         try:
+            if type(x) is not Tensor:
+                check_plain("Dispatcher.dispatch", x=x)
             layout = dispatcher._layout_in(plan, x)
             if channel.recorder is not None:
                 channel.recorder.check(x, layout)
@@ -160,7 +169,10 @@ def _settle(
         except Exception as error:
             tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=has_sizes)
             raise
-        return x_TD, whole if has_sizes else settle(channel, whole), real_rows, valid_T
+        if not has_sizes:  # the dispatches of the chunks have sizes, so what must be equal is compared here
+            facts = facts_of(x_TD.dtype, torch.is_grad_enabled())
+            whole = settle(channel, whole, facts=facts, lease=dispatcher._lease)
+        return x_TD, whole, real_rows, valid_T
     except Exception as error:
         dispatcher._name_in(error)
         raise
@@ -233,15 +245,16 @@ class _Put(torch.autograd.Function):
     """Write the output of a chunk into the output of the call, in place. The first chunk makes that tensor."""
 
     @staticmethod
-    def forward(ctx: Any, y_TD: Tensor | None, y_ND: Tensor, part: slice | Tensor, shape: torch.Size) -> Tensor:
+    def forward(ctx: Any, y: Tensor | None, y_ND: Tensor, part: slice | Tensor, shape: torch.Size) -> Tensor:
         ctx.part = part
-        if y_TD is None:
-            y_TD = y_ND.new_zeros(shape)
+        if y is None:
+            y = y_ND.new_zeros(shape)
         else:
-            ctx.mark_dirty(y_TD)
-        y_TD[part] = y_ND
-        return y_TD
+            ctx.mark_dirty(y)
+        y.view(-1, y_ND.shape[1])[part] = y_ND
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
-        return grad_TD if ctx.needs_input_grad[0] else None, grad_TD[ctx.part], None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+        grad_ND = grad.reshape(-1, grad.shape[-1])[ctx.part]
+        return grad if ctx.needs_input_grad[0] else None, grad_ND, None, None

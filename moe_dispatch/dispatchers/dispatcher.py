@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Literal, TypeVar, cast, final, overload
+from typing import Any, Literal, TypeVar, cast, final, overload
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from moe_dispatch.dispatchers.self_test import run_self_test
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
 from moe_dispatch.layouts import BSHD, Layout, Rows
 from moe_dispatch.permutation import accumulation_dtype
-from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
+from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
 
 Result = TypeVar("Result")
 
@@ -68,16 +69,18 @@ class Dispatcher(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(config, DispatcherConfig):
-            way_out = "DispatcherConfig(**your_dict)" if isinstance(config, dict) else "DispatcherConfig.load(path)"
+            ways_out = {dict: "DispatcherConfig(**your_dict)", str: "DispatcherConfig.load(path)"}
+            way_out = ways_out.get(type(config), "a DispatcherConfig")
             raise ConfigError(f"Dispatcher: pass {way_out}, not a {type(config).__name__}.")
         self.config = config
         self.name = name
         self._has_seen_ddp = False
-        self._lease = lease_channel(config, group, control_group, name)
-        ranks = self._channel.shape.ep_size
-        if spare := config.spare_slots(ranks):
-            own = ExpertPlacement.contiguous(config.num_experts, ranks, spare=spare)
-            self._lease.place(own, device_of_tables(self._channel, None))
+        with _real_tensors():
+            self._lease = lease_channel(config, group, control_group, name)
+            ranks = self._channel.shape.ep_size
+            if spare := config.spare_slots(ranks):
+                own = ExpertPlacement.contiguous(config.num_experts, ranks, spare=spare)
+                self._lease.place(own, device_of_tables(self._channel, None))
 
     @property
     def _channel(self) -> Channel:
@@ -133,9 +136,10 @@ class Dispatcher(nn.Module):
             try:
                 if layout is None and like is None and self.config.infer_layout:
                     raise InputError("Dispatcher.plan: pass the layout of the batch, or like=x.")
+                if like is not None and type(like) is not Tensor:
+                    check_plain("Dispatcher.plan", like=like)
                 if layout is not None and not isinstance(layout, Layout):
-                    told = f"layout must be a Layout or None, got {type(layout).__name__}. Pass a tensor as like=x."
-                    raise InputError(f"Dispatcher.plan: {told}")
+                    raise InputError(f"Dispatcher.plan: layout must be a Layout or None, {checks.no_layout(layout)}")
                 draft = checks.draft_plan(channel, layout or self._inferred("plan", like), like)
             except Exception as error:
                 tell_peers(channel, error, in_dispatch=False)
@@ -224,8 +228,8 @@ class Dispatcher(nn.Module):
             channel = lease.enter()
             with profiler_range("dispatch"):
                 try:
-                    if not isinstance(x, Tensor):
-                        raise InputError(f"Dispatcher.dispatch: x must be a Tensor, got {type(x).__name__}.")
+                    if type(x) is not Tensor:
+                        check_plain("Dispatcher.dispatch", x=x)
                     layout = plan.layout if isinstance(plan, Plan) else self._layout_in(plan, x)
                     x_TD = layout.flatten(x)
                     routing = checks.check_call(channel, x, x_TD, routing, plan)
@@ -255,14 +259,16 @@ class Dispatcher(nn.Module):
                         placement=lease.placement,
                         table=lease.table,
                         recorded=recorded,
+                        wants_weights=routing.topk_weights.requires_grad,
                         lease=lease,
                         layer=lease.layer,
+                        async_op=async_op,
                     )
                     if routing.drift is not None:
                         channel.meter.record_drift(self.name, routing.drift)
                     if channel.recorder is not None:
                         channel.recorder.note(lease, self.name, x, routing, layout)
-                arrive = partial(receive, lease, departed, layout, x.shape, x_TD, weights_TK, routing.topk_weights)
+                arrive = partial(receive, lease, departed, layout, x.shape, x_TD, weights_TK)
                 return (
                     InFlight(placement=departed.placement, finish=_once(lease, arrive, x.device))
                     if async_op
@@ -285,9 +291,7 @@ class Dispatcher(nn.Module):
         """
         layout = plan.layout if isinstance(plan, Plan) else self._inferred("dispatch", x) if plan is None else plan
         if not isinstance(layout, Layout):
-            raise InputError(
-                f"Dispatcher.dispatch: plan must be a Plan, a Layout or None, got {type(layout).__name__}."
-            )
+            raise InputError(f"Dispatcher.dispatch: plan must be a Plan, a Layout or None, {checks.no_layout(layout)}")
         return layout
 
     def _inferred(self, verb: str, x: Tensor | None) -> Layout:
@@ -310,6 +314,8 @@ class Dispatcher(nn.Module):
             return operators.trace_dispatch_again(x, again)
         try:
             with profiler_range("dispatch"):
+                if type(x) is not Tensor:
+                    check_plain("Dispatcher.dispatch", x=x)
                 channel, x_TD = self._channel, state.layout.flatten(x)
                 checks.check_again(x_TD, state.num_rows, again.edge.device, channel)
                 assert state.padded is not None
@@ -332,7 +338,8 @@ class Dispatcher(nn.Module):
         self._lease.enter()  # raises if closed
         if not isinstance(sent, Dispatched):
             raise InputError(
-                f"Dispatcher.{verb}: sent must be a Dispatched, got {type(sent).__name__}. After async_op=True, wait()."
+                f"Dispatcher.{verb}: sent must be a Dispatched, got {type(sent).__name__}. Pass what dispatch "
+                "returned. After async_op=True, wait()."
             )
         if sent.state.lease is not self._lease:
             raise StateError(f"Dispatcher.{verb}: sent must come from this dispatcher, not from another one.")
@@ -347,14 +354,15 @@ class Dispatcher(nn.Module):
 
         Args:
             rows: (R, D), floating: one output for each row of ``sent.rows``. Outputs of padding may hold any value.
+                They travel in the dtype of x, because all ranks know it; outputs of another dtype are converted first.
             sent: The result of the dispatch that these rows belong to. One result can be combined several times, and
                 results can be combined in any order.
 
         Returns:
-            A tensor in the shape of the x that was dispatched and in the dtype of ``rows``. Rows that hold no token or
-            that no expert received are zero. Sums are accumulated in ``max(float32, dtype)``. ``local``, ``allgather``
-            and ``alltoall`` with ``reduction="exact"`` round only the total to the dtype of ``rows``; ``alltoall`` and
-            ``deepep`` also round the partial sum of each rank, and ``hybridep`` every weighted row.
+            A tensor in the shape and the dtype of the x that was dispatched. Rows that hold no token or that no expert
+            received are zero. Sums are accumulated in ``max(float32, dtype)``. ``local``, ``allgather`` and
+            ``alltoall`` with ``reduction="exact"`` round only the total; ``alltoall`` and ``deepep`` also round the
+            partial sum of each rank, and ``hybridep`` every weighted row.
 
         Raises:
             InputError: The shape, dtype or device of ``rows`` does not fit.
@@ -368,12 +376,12 @@ class Dispatcher(nn.Module):
         channel = state.lease.shared
         try:
             with profiler_range("combine"):
+                rows = checks.check_combine(rows, sent.edge, channel)
                 if not self._has_seen_ddp and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
                     self._has_seen_ddp = autograd.look_for_ddp(rows, channel.communicator.group)
-                checks.check_combine(rows, sent.edge, channel)
                 weights_R = autograd.anchor(sent.weights, channel)
-                y_TD: Tensor = autograd.Combine.apply(rows, weights_R, state, channel)  # type: ignore[no-untyped-call]
-                return state.layout.unflatten(y_TD, state.shape)
+                y: Tensor = autograd.Combine.apply(rows, weights_R, state, channel)  # type: ignore[no-untyped-call]
+                return y
         except Exception as error:
             self._name_in(error)
             raise
@@ -564,7 +572,6 @@ def receive(
     shape: torch.Size,
     x_TD: Tensor,
     weights_TK: Tensor,
-    given_weights: Tensor,
 ) -> Dispatched:
     """Wait for the rows of a dispatch, and attach them to the rows and weights that were sent."""
     with torch.no_grad():
@@ -576,7 +583,8 @@ def receive(
         num_rows=x_TD.shape[0],
         real_rows=departed.real_rows,
         padded=departed.padded,
-        wants_weights=given_weights.requires_grad,
+        # On several ranks ``anchor`` has made the weights require grad.
+        wants_weights=weights_TK.requires_grad and arrived.wants_weights,
         route=arrived.route,
     )
     edge, quantised = arrived.rows, None
@@ -597,6 +605,15 @@ def receive(
         placement=departed.placement,
         state=state,
     )
+
+
+def _real_tensors() -> AbstractContextManager[Any]:
+    """Return a context without fake tensors: the ranks exchange numbers while they build a dispatcher."""
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: PLC0415 - an eager layer never needs it
+
+    return unset_fake_temporarily()
 
 
 def _once(lease: Lease, complete: Callable[[], Dispatched], device: torch.device) -> Callable[[], Dispatched]:

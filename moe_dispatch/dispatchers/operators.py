@@ -46,7 +46,7 @@ from moe_dispatch.dispatchers.channel import Channel, Lease, named_channel, prof
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.layouts import Layout, Rows
 from moe_dispatch.permutation import accumulation_dtype, merge_slots
-from moe_dispatch.types import Capacity, Dispatched, Plan, Routing, Sizes
+from moe_dispatch.types import Capacity, Dispatched, Plan, Routing, Sizes, check_plain
 
 
 @operator
@@ -225,7 +225,7 @@ def combine(
     """Bring expert rows, (R, D), back to (T, D), weighted with the weights of the dispatch if the config says so."""
     with torch.no_grad(), profiler_range("combine"):
         link, taken = _restored(channel, route)
-        checks.check_combine(rows, weights.unsqueeze(1).expand(-1, link.shape.hidden_size), link)
+        checks.check_combine(rows, rows.new_empty(()).expand(weights.shape[0], link.shape.hidden_size), link)
         y_TD = taken.combine(rows, weights if link.config.weights == "combine" else None)
         (y_TD,) = _own(trim(y_TD, real_rows, num_rows))
     return y_TD
@@ -373,7 +373,7 @@ def trace_dispatch(
 ) -> Dispatched:
     """Run ``Dispatcher.dispatch`` in a traced call. The operator settles the sizes if there is no plan."""
     channel = lease.enter()
-    routing = _check_traced(channel, routing)
+    routing = _check_traced(channel, x, routing)
     x_TD, sizes, real_rows, valid_T = layout.flatten(x), Sizes(), None, None
     num_rows = x_TD.shape[0]
     if not torch.compiler.is_compiling():  # under tracing, the number of rows is a symbol, and lengths are unknown
@@ -427,16 +427,17 @@ def trace_dispatch(
             num_rows=num_rows,
             real_rows=real_rows,
             padded=None,
-            wants_weights=routing.topk_weights.requires_grad,
+            wants_weights=True,
             tensors=tuple(route),
         ),
     )
 
 
-def _check_traced(channel: Channel, routing: Routing | None) -> Routing:
-    """Refuse a config that operators cannot serve, and a routing of another type. Return the routing."""
+def _check_traced(channel: Channel, x: Tensor, routing: Routing | None) -> Routing:
+    """Refuse a config that operators cannot serve, and arguments of other types. Return the routing."""
     if not isinstance(routing, Routing):
         raise checks.no_routing(routing)
+    check_plain("Dispatcher.dispatch", x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
     if channel.config.balance is not None:
         refuse_compiled(
             "Dispatcher.dispatch: operators carry no plan of balance, so keep both verbs out of torch.compile and "
@@ -472,6 +473,8 @@ def trace_combine(rows: Tensor, sent: Dispatched) -> Tensor:
     """Run ``Dispatcher.combine`` if an operator made the dispatch."""
     state: State = sent.state
     channel = state.lease.enter()
+    check_plain("Dispatcher.combine", rows=rows)
+    rows = rows.to(sent.edge.dtype)
     y_TD = combine(rows, anchor(sent.weights, channel), state.tensors, state.real_rows, channel.name, state.num_rows)
     return state.layout.unflatten(y_TD, state.shape)
 

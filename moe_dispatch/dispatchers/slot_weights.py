@@ -4,7 +4,9 @@ Copies of an expert get their gradient in ``_Fetch.backward``: each rank compute
 to the home of the expert, and ``collect`` of the movement adds the gradients there.
 
 The weights that arrive are not kept until the backward. Autograd keeps tensors, so ``run`` frees the memory behind them
-after the experts, and ``_Leave.backward`` allocates it again and fetches the weights a second time.
+after the experts, and ``_Leave.backward`` allocates it again and fetches the weights a second time. If hooks of saved
+tensors are active, such as those that offload to the CPU, the memory is theirs: they may still read it on another
+stream. Such a rank frees nothing, and takes part in the second fetch for the sake of its peers.
 
 M experts whose home is this rank, B slots with fetched weights, W numbers of one expert.
 """
@@ -29,12 +31,13 @@ from moe_dispatch.balance.movement import (
     side_by_side,
     static_movement,
 )
+from moe_dispatch.communication import raise_alike
 from moe_dispatch.dispatchers.autograd import double_backward, tie
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
 from moe_dispatch.dispatchers.operators import refuse_compiled
 from moe_dispatch.errors import InputError, StateError
-from moe_dispatch.types import Dispatched, InFlight
+from moe_dispatch.types import Dispatched, InFlight, check_plain
 
 Moves = Movement | StaticMovement
 Experts = Callable[..., Tensor]
@@ -53,13 +56,15 @@ class SlotWeights:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
+        self._agreed: list[tuple[torch.dtype, torch.Size, bool]] = []  # parameters that the ranks have compared
 
     def run(self, sent: Dispatched | InFlight, experts: Experts, *stacked: Tensor) -> tuple[Dispatched, Tensor]:
         """Run experts on the rows of a dispatch, with the weights of this rank's slots. Collective.
 
         The home of an expert sends its weights to each slot on another rank. With an ``InFlight``, weights and rows
         travel at the same time. The memory of the weights is free again when the experts have run; the backward fetches
-        them a second time. Inside activation checkpointing, the recomputation is the second time.
+        them a second time. Inside activation checkpointing, the recomputation is the second time. Hooks of saved
+        tensors, as of activation offloading, may be active on some ranks only: there the memory is not freed.
 
         In the backward the gradients of copies come home. They are added there in float32 (float64 for float64), in an
         order that does not change, and rounded once.
@@ -73,19 +78,22 @@ class SlotWeights:
                 After the call ``weights`` have no memory: do not keep them. A loss that is computed inside must have
                 its backward with or after that of the outputs, because only this one brings the weights back.
             *stacked: Parameters of this rank's own experts: (M, ...), all with the same dtype and device. Every rank
-                passes parameters of the same sizes, with the same ``requires_grad``.
+                passes parameters of the same sizes and dtype, with the same ``requires_grad``.
 
         Returns:
             The dispatch with arrived rows, and the outputs for all of them, to combine. The outputs make every rank
             take part in the exchanges of the backward, also a rank whose experts got no row.
 
         Raises:
-            InputError: The tensors do not fit the config or each other.
+            InputError: The tensors do not fit the config or each other, or differ between ranks in sizes, dtype or
+                ``requires_grad``.
             StateError: The call is being compiled, the dispatcher is closed, or ``sent`` is of another dispatcher.
 
         Cost: one all-to-all, and two in the backward; none if no weight has to travel. In graph-safe mode with
         ``balance="exact"``, each all-to-all has the weights of ``P * S`` experts for S spare slots, and own
         parameters are copied to their slots. ``Backend.bring_copies``, where there is one, replaces those that fetch.
+        The first call, and one whose parameters are not like those before, also has a small all-reduce on the control
+        group, in which the ranks compare their parameters.
         """
         lease, channel = self._enter(sent, stacked)
         if sent.placement is None:
@@ -102,9 +110,11 @@ class SlotWeights:
         own, slots = _fetched(lease, moves, buffer_BW, stacked)
         outputs = _run_parts(landed, moves, experts, own, slots)
         if torch.is_grad_enabled() and (landed.edge.requires_grad or slots[0].requires_grad):
+            recomputed = torch._C._current_graph_task_id() != -1  # its backward follows
+            told = torch.tensor(recomputed, device="cpu")
             first, again = buffer_BW.view(-1)[:1], (lease, moves, tuple(buffer_BW.shape))
-            outputs = _Leave.apply(outputs, landed.edge, slots[0], first, again, *stacked)  # type: ignore[no-untyped-call]
-            if torch._C._current_graph_task_id() == -1:  # otherwise a recomputation, whose backward follows
+            outputs = _Leave.apply(outputs, landed.edge, slots[0], first, told, again, *stacked)  # type: ignore[no-untyped-call]
+            if not recomputed and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
                 buffer_BW.untyped_storage().resize_(0)
         return landed, outputs
 
@@ -144,6 +154,14 @@ class SlotWeights:
         lease = self._dispatcher._lease
         channel = lease.enter()
         _check_stacked(channel.config.num_experts // channel.communicator.size, stacked)
+        kinds = [(weight.dtype, weight.shape, weight.requires_grad) for weight in stacked]
+        if sent.placement is not None and kinds != self._agreed:  # their bytes travel, and those of their gradients
+            facts = {
+                f"parameter {number} of SlotWeights": f"{dtype} {tuple(shape)}, {'trained' if trained else 'frozen'}"
+                for number, (dtype, shape, trained) in enumerate(kinds)
+            }
+            raise_alike(channel.control, None, facts=facts, of_call=True, label="parameters")
+            self._agreed = kinds
         return lease, channel
 
     def _landed(self, sent: Dispatched | InFlight, lease: Lease) -> Dispatched:
@@ -229,6 +247,7 @@ def _check_stacked(local: int, stacked: Sequence[Tensor]) -> None:
     if others := [type(weight).__name__ for weight in stacked if not isinstance(weight, Tensor)]:
         told = f"stacked must be tensors, got {', '.join(others)}. Pass each tensor as an argument of its own."
         raise InputError(f"SlotWeights: {told}")
+    check_plain("SlotWeights", **{f"stacked[{number}]": weight for number, weight in enumerate(stacked)})
     shapes = [tuple(weight.shape) for weight in stacked]
     if not shapes or any(shape[:1] != (local,) for shape in shapes):
         raise InputError(
@@ -331,13 +350,14 @@ def _width(stacked: Sequence[Tensor]) -> int:
 
 
 class _Leave(torch.autograd.Function):
-    """Return the outputs of experts. The backward fetches the weights again, if their memory was freed.
+    """Return the outputs of experts. The backward fetches the weights again, unless a recomputation has done so.
 
     ``rows_RD`` and a tensor of slots connect every rank to the exchanges of the backward.
 
-    ``first`` is the first number of the buffer, which every rank has, also one without copies. Ranks must decide alike,
-    and it tells them: its memory is empty, unless a recomputation has filled the buffer, or hooks of saved tensors keep
-    copies of it and so of all weights.
+    All ranks must decide alike whether they fetch. ``told`` is the value that decides: False in a first forward, True
+    in a recomputation, which puts its own tensor in the place of the saved one. Hooks that copy saved tensors keep the
+    value. ``first`` is the first number of the buffer, which every rank has, also one without copies. If its memory is
+    not empty, hooks kept it or copies of the weights, and what this rank fetches is thrown away.
     """
 
     @staticmethod
@@ -347,24 +367,26 @@ class _Leave(torch.autograd.Function):
         rows_RD: Tensor,
         slot: Tensor,
         first: Tensor,
+        told: Tensor,
         again: tuple[Lease, Moves, tuple[int, int]],
         *stacked: Tensor,
     ) -> Tensor:
         ctx.again = again
-        ctx.save_for_backward(first, *stacked)
+        ctx.save_for_backward(first, told, *stacked)
         return outputs.view_as(outputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise double_backward("combine")
-        first, *stacked = ctx.saved_tensors
+        first, told, *stacked = ctx.saved_tensors
         lease, moves, (rows, width) = ctx.again
-        memory = first.untyped_storage()
-        if memory.nbytes() == 0:
+        if not told:
             lease.tell_watchdog()
-            memory.resize_(rows * width * first.element_size())
-            # ``data`` has no version of its own to change, so autograd takes the weights for those that it saved.
-            buffer_BW = first.data.as_strided((rows, width), (width, 1), 0)
+            buffer_BW, memory = None, first.untyped_storage()
+            if memory.nbytes() == 0:
+                memory.resize_(rows * width * first.element_size())
+                # ``data`` has no version of its own to change, so autograd takes the weights for those that it saved.
+                buffer_BW = first.data.as_strided((rows, width), (width, 1), 0)
             _exchange(lease.enter(), moves, stacked, into=buffer_BW)()
-        return grad, *[None] * (4 + len(stacked))
+        return grad, *[None] * (5 + len(stacked))

@@ -378,7 +378,7 @@ class _Session:
             number=number,
             rows=rows,
             autocast=nullcontext() if autocast < 0 else torch.autocast(device.type, _DTYPES[autocast]),
-            arrive=partial(receive, lease, departed, Rows(), x.shape, x, weights, weights),
+            arrive=partial(receive, lease, departed, Rows(), x.shape, x, weights),
         )
 
     def _go_on(self, what: int, call: _Call, numbers: Sequence[int]) -> None:
@@ -390,7 +390,7 @@ class _Session:
             sent = self._finish(call)
             with torch.enable_grad(), call.autocast:
                 outputs = self._experts[call.number](sent)
-                check_combine(outputs, sent.edge, self._channels[call.number])
+                outputs = check_combine(outputs, sent.edge, self._channels[call.number])
             call.outputs = outputs
             return
         assert call.leaves is not None
@@ -398,9 +398,6 @@ class _Session:
         assert call.outputs is not None
         config, leaves = self._channels[call.number].config, call.leaves
         weights = leaves[1].detach() if config.weights == "combine" else None
-        if what == _COMBINE:
-            with torch.enable_grad():
-                call.outputs = call.outputs.to(_DTYPES[numbers[1]])
         outputs = call.outputs.detach()
         self.in_exchange = True
         with torch.no_grad():
@@ -482,8 +479,8 @@ class _Backend(Backend):
             with self._session.exchange(_RESERVE, self._number or 0, *_flat(sizes)):
                 self._inner.reserve(sizes)
 
-    def dispatch(self, *arguments: Any) -> NoReturn:
-        raise AssertionError("the dispatcher calls start and finish")
+    def dispatch(self, *arguments: Any) -> Any:
+        return self.start(*arguments)  # ``finish`` follows, and tells the others that the rows are awaited
 
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
@@ -536,7 +533,7 @@ class _Route(Route):
         raise StateError("join: dispatch(again=...) is not answered. Dispatch with the routing instead.")
 
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
-        with self._session.exchange(_COMBINE, self.serial, _DTYPES.index(rows_RD.dtype)):
+        with self._session.exchange(_COMBINE, self.serial):
             return cast(Route, self.inner).combine(rows_RD, weights_R)
 
     def combine_backward(

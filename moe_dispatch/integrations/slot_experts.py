@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, SlotWeights, run_in_chunks
@@ -13,21 +14,36 @@ from moe_dispatch.errors import ConfigError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Plan, Routing
 
+_PARAMETRIZATIONS = "parametrizations"  # torch's name for the submodule of a parametrized module
+
 
 def has_spare_slots(config: DispatcherConfig) -> bool:
     """Return whether experts may run with the weights of other ranks."""
     return config.balance is not None or config.spare_experts_per_rank > 0
 
 
+def stacked_weights(experts: nn.Module) -> dict[str, Tensor]:
+    """Return the weights that a module itself holds, by name, as its forward reads them.
+
+    A parametrization, such as that of LoRA for stacked experts, moves a parameter into a submodule. Then the weight is
+    the result of the parametrization, with its autograd graph.
+    """
+    weights: dict[str, Tensor] = dict(experts.named_parameters(recurse=False))
+    if parametrize.is_parametrized(experts):
+        weights |= {name: getattr(experts, name) for name in experts.get_submodule(_PARAMETRIZATIONS)._modules}
+    return weights
+
+
 def own_weights(where: str, experts: nn.Module) -> dict[str, Tensor]:
     """Return the weights of the experts of a module, by name.
 
     Raises:
-        ConfigError: A submodule holds weights, as with adapters or a module for each expert; or dtypes differ, as with
+        ConfigError: A submodule holds weights, such as a norm or a module for each expert; or dtypes differ, as with
             quantised experts.
     """
-    weights: dict[str, Tensor] = dict(experts.named_parameters(recurse=False))
-    deeper = [name for name, _ in experts.named_parameters() if name not in weights]
+    weights = stacked_weights(experts)
+    names = [name for name, _ in experts.named_parameters() if not name.startswith(f"{_PARAMETRIZATIONS}.")]
+    deeper = [name for name in names if name not in weights]
     dtypes = sorted({str(weight.dtype) for weight in weights.values()})
     if deeper or len(dtypes) != 1:
         told = f"weights like {deeper[0]}" if deeper else f"{', '.join(dtypes) or 'no weights'}"
@@ -39,12 +55,15 @@ def own_weights(where: str, experts: nn.Module) -> dict[str, Tensor]:
 
 
 def view_of(experts: nn.Module, weights: Mapping[str, Any], **attributes: Any) -> Any:
-    """Return a view of a module with other parameters and attributes. It shares the rest, and has no state of its own.
+    """Return a view of a module with other weights and attributes. It shares the rest, and has no state of its own.
 
-    ``copy.copy`` would run the constructor of modules under FSDP2.
+    ``copy.copy`` would run the constructor of modules under FSDP2. The class of a parametrized module has a property
+    for each weight, which would hide the weights of the view.
     """
-    view = object.__new__(type(experts))
+    view: Any = object.__new__(parametrize.type_before_parametrizations(experts))
     vars(view).update(vars(experts), _parameters={**experts._parameters, **weights}, **attributes)
+    if parametrize.is_parametrized(experts):
+        vars(view)["_modules"] = {name: each for name, each in experts._modules.items() if name != _PARAMETRIZATIONS}
     return view
 
 

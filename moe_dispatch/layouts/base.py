@@ -373,5 +373,6 @@ def integer_tensor(where: str, value: Tensor | Sequence[int]) -> Tensor:
         numbers = [integer(f"{where}[{i}]", item) for i, item in enumerate(value)]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if value.dtype not in INTEGER_DTYPES or value.dim() != 1:
-        raise LayoutError(f"{where} must be a 1-D int32 or int64 tensor, got {value.dtype} {tuple(value.shape)}.")
+        told = f"{where} must be a 1-D int32 or int64 tensor, got {value.dtype} {tuple(value.shape)}."
+        raise LayoutError(told + " Pass a mask as Masked(mask.flatten())." * (value.dtype == torch.bool))
     return value

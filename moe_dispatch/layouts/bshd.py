@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, final
+from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ class PaddedBatch(Layout):
     """
 
     lengths: Tensor | Sequence[int] | None = None
-    metadata: tuple[Tensor, ...] = field(init=False, repr=False, default=())
 
     dims: ClassVar[str]
     batch_dim: ClassVar[int]
@@ -33,9 +32,11 @@ class PaddedBatch(Layout):
     def __post_init__(self) -> None:
         """Turn a list into a tensor, and refuse lengths that are not (B,) integers."""
         if self.lengths is not None:
-            lengths_B = integer_tensor(f"{self}: lengths", self.lengths)
-            object.__setattr__(self, "lengths", lengths_B)
-            object.__setattr__(self, "metadata", (lengths_B,))
+            object.__setattr__(self, "lengths", integer_tensor(f"{self}: lengths", self.lengths))
+
+    @property
+    def metadata(self) -> tuple[Tensor, ...]:
+        return () if self.lengths is None else (cast(Tensor, self.lengths),)  # a list has become a tensor
 
     @property
     def all_real(self) -> bool:

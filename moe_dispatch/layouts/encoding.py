@@ -97,7 +97,7 @@ def decode(message: Tensor) -> Layout:
 
 def arguments(layout: Layout) -> list[Any]:
     """Return the arguments from which the class of the layout makes an equal layout."""
-    return [getattr(layout, item.name) for item in fields(layout) if item.init]  # type: ignore[arg-type]
+    return [getattr(layout, item.name) for item in fields(layout)]  # type: ignore[arg-type]
 
 
 def _plain(value: Layout | Tensor) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, final
 
@@ -51,10 +51,17 @@ class Rows(PlainRows):
     """
 
     count: int | Tensor | None
-    metadata: tuple[Tensor, ...] = field(init=False, repr=False)
 
-    def __init__(self, num_real: int | Tensor | None = None) -> None:
-        """Take the number of real rows: an int, or a tensor with one int32 or int64, which is read if on the CPU."""
+    def __init__(self, num_real: int | Tensor | None = None, *, count: int | Tensor | None = None) -> None:
+        """Take the number of real rows: an int, or a tensor with one int32 or int64, which is read if on the CPU.
+
+        Args:
+            num_real: The number, or None.
+            count: The same number by the name of its attribute, as ``dataclasses.replace`` passes it.
+        """
+        if num_real is not None and count is not None:
+            raise LayoutError(f"Rows: num_real and count are the same number, got {num_real} and {count}. Pass one.")
+        num_real = count if num_real is None else num_real
         if isinstance(num_real, Tensor):
             if num_real.dtype not in INTEGER_DTYPES or num_real.numel() != 1:
                 got = f"{num_real.dtype} {tuple(num_real.shape)}"
@@ -63,7 +70,10 @@ class Rows(PlainRows):
         elif num_real is not None:
             num_real = integer("Rows: num_real", num_real)
         object.__setattr__(self, "count", num_real)
-        object.__setattr__(self, "metadata", (num_real,) if isinstance(num_real, Tensor) else ())
+
+    @property
+    def metadata(self) -> tuple[Tensor, ...]:
+        return (self.count,) if isinstance(self.count, Tensor) else ()
 
     @property
     def all_real(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
-from typing import final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -15,9 +16,21 @@ from moe_dispatch.layouts.base import Layout, integer, integer_tensor, is_host
 from moe_dispatch.layouts.shard import ShardKind, check_divisible, split_multiple, split_positions
 
 
+class CountedRows(Layout, ABC):
+    """Base with room for a number that is read once, when the layout is made.
+
+    A read per call would take time in every layer, and would break a compiled graph. The number is no field of the
+    dataclass, because ``dataclasses.replace`` passes all fields to the class, and refuses those that it does not take.
+    """
+
+    __slots__ = ("_known_rows",)
+
+    _known_rows: int | None
+
+
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class THD(Layout):
+class THD(CountedRows):
     """``x`` is [T, D], [1, T, D] or [T, 1, D]; sequences lie one after another.
 
     Without ``cu_seqlens_padded`` every row is real. With it, sequence ``i`` owns the rows from ``cu_seqlens_padded[i]``
@@ -33,9 +46,6 @@ class THD(Layout):
     cu_seqlens: Tensor | Sequence[int]
     cu_seqlens_padded: Tensor | Sequence[int] | None = None
     max_seqlen: int | None = None
-    metadata: tuple[Tensor, ...] = field(init=False, repr=False, default=())
-    # Read once here: a read per call would take time in every layer, and would break a compiled graph.
-    _known_rows: int | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         """Turn lists into tensors, and refuse offsets that are not (n+1,) integers."""
@@ -47,7 +57,6 @@ class THD(Layout):
             if not len(cu):
                 raise LayoutError(f"THD: {name} must have n+1 entries for n sequences, got none. Pass [0] for n = 0.")
             object.__setattr__(self, name, cu)
-        object.__setattr__(self, "metadata", tuple(tensors.values()))
         if self.real.shape != self.owned.shape or self.real.device != self.owned.device:
             raise LayoutError(
                 "THD: cu_seqlens and cu_seqlens_padded must have the same length and device, got "
@@ -57,8 +66,17 @@ class THD(Layout):
             object.__setattr__(self, "max_seqlen", longest := integer("THD: max_seqlen", self.max_seqlen))
             if longest < 0:
                 raise LayoutError(f"THD: max_seqlen must be 0 or more, got {longest}. Pass the longest sequence.")
-        if is_host(self.owned):
-            object.__setattr__(self, "_known_rows", int(self.owned[-1]))
+        object.__setattr__(self, "_known_rows", int(self.owned[-1]) if is_host(self.owned) else None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the arguments. A dataclass with slots would copy its fields only, without ``_known_rows``."""
+        return type(self), (self.cu_seqlens, self.cu_seqlens_padded, self.max_seqlen)
+
+    @property
+    def metadata(self) -> tuple[Tensor, ...]:
+        """``cu_seqlens``, and ``cu_seqlens_padded`` if given."""
+        given = (self.cu_seqlens,) if self.cu_seqlens_padded is None else (self.cu_seqlens, self.cu_seqlens_padded)
+        return cast(tuple[Tensor, ...], given)  # lists have become tensors
 
     @property
     def real(self) -> Tensor:
@@ -107,7 +125,10 @@ class THD(Layout):
         names = ("cu_seqlens", "cu_seqlens_padded")[: len(self.metadata)]
         for name, cu in zip(names, self.metadata, strict=True):
             if int(cu[0]) != 0:
-                raise LayoutError(f"THD: {name} must start at 0, got {_describe(cu)}. Put a 0 before the running sums.")
+                raise LayoutError(
+                    f"THD: {name} must start at 0, got {_describe(cu)}. Put a 0 before the running sums: lengths 2 "
+                    "and 3 give [0, 2, 5]."
+                )
             if bool((cu[1:] < cu[:-1]).any()):  # a difference could overflow
                 raise LayoutError(f"THD: {name} must not decrease, got {_describe(cu)}. Pass running sums of lengths.")
         if (end := int(self.owned[-1])) != num_rows:

@@ -207,7 +207,7 @@ def members_kernel(
     Also count the slots of each rank, and fill the tables with what stands where no pair is placed.
     """
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    pairs = num_rows * size
+    pairs = tl.full((), 1, tl.int64) * num_rows * size
     inside, row, rank = at < pairs, at // size, at % size
     found = tl.zeros((block,), tl.int64)
     for k in range(top_k):
@@ -239,7 +239,7 @@ def places_kernel(
 ):
     """Give each marked pair its place in the send buffer. ``sums`` are the inclusive sums of ``marks``."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    pairs = num_rows * size
+    pairs = tl.full((), 1, tl.int64) * num_rows * size
     inside, row, rank = at < pairs, at // size, at % size
     marked = inside & (tl.load(marks + at, mask=inside, other=0) > 0)
     by_rank = sums + pairs  # its entry -1 is the number of all marks
@@ -251,7 +251,7 @@ def places_kernel(
     before = tl.load(sums + at * size - 1, mask=(at > 0) & (at <= num_rows), other=0)
     tl.store(cu + at, before, mask=at <= num_rows)
     if tl.program_id(0) == 0:
-        one = tl.arange(0, ranks)
+        one = tl.arange(0, ranks).to(tl.int64)
         exists = (one < size) & (num_rows > 0)
         end = tl.load(by_rank + (one + 1) * num_rows - 1, mask=exists, other=0)
         tl.store(busiest, tl.max(end - tl.load(by_rank + one * num_rows - 1, mask=exists, other=0), 0))

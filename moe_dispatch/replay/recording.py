@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -28,7 +29,8 @@ class Recording:
         self._config = next(iter(dispatchers.values())).config
         self._unknown = unknown  # makes the table
         self._channels = list(dict.fromkeys(dispatcher._channel for dispatcher in dispatchers.values()))
-        self._recorders = [Recorder(steps=2**62) for _ in self._channels]  # as many steps as the block has
+        steps = 2**62  # as many as the block has
+        self._recorders = [Recorder(steps, by_position=True) for _ in self._channels]
         self._batches: list[tuple[tuple[SequenceId | None, ...], list[int]]] = []
 
     def __enter__(self) -> Recording:
@@ -57,7 +59,8 @@ class Recording:
 
         Raises:
             StateError: Nothing was recorded, or a forward ran before its sequences were named.
-            InputError: The sequences do not fit a layout, or a token was routed differently in two forwards.
+            InputError: The sequences do not fit a layout, or a token was routed differently in two forwards, or in two
+                runs of a layer in one forward.
 
         Cost: waits for the copies to the host.
         """
@@ -66,11 +69,11 @@ class Recording:
             raise StateError(
                 "Recording.table: no dispatch ran in the block. Run the forward there, outside of torch.compile."
             )
-        for device in {note.device for note, _ in parts if note.device.type != "cpu"}:
+        for device in {note.device for note, *_ in parts if note.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
         lengths: dict[SequenceId, int] = {}
         positions = []
-        for note, names in parts:
+        for note, names, _ in parts:
             layout = note.layout()
             if len(names) != layout.num_sequences(note.shape):
                 raise InputError(
@@ -85,16 +88,27 @@ class Recording:
                     lengths[name] = max(longest, lengths.get(name, 0))
         layers = tuple(sorted({*self._layers.values()}))
         table = self._unknown(lengths, layers, self._config.top_k, self._config.num_experts)
-        for (note, names), (sequence_T, position_T) in zip(parts, positions, strict=True):
+        runs = Counter((note.owner, batch) for note, _, batch in parts)
+        for (note, names, batch), (sequence_T, position_T) in zip(parts, positions, strict=True):
             start_T = table._starts_of(names)[sequence_T]
             kept = start_T >= 0
             values_TK = stored(note.ids_TK[kept], self._config.num_experts)
-            table.put((start_T + position_T)[kept], (self._layers[note.owner],), values_TK.unsqueeze(1))
+            layer = self._layers[note.owner]
+            try:
+                table.put((start_T + position_T)[kept], (layer,), values_TK.unsqueeze(1))
+            except InputError as error:
+                if (count := runs[note.owner, batch]) == 1:
+                    raise
+                raise InputError(
+                    f"Recording.table: layer {layer} ({note.name!r}) must run once after each call of micro_batch, got "
+                    f"{count} runs that chose other experts. Call micro_batch before each forward. A model that "
+                    "repeats its layers within a forward cannot be recorded: a table has one entry for each of them."
+                ) from error
         table.check_distinct()
         return table
 
-    def _named(self) -> Iterator[tuple[Note, tuple[SequenceId | None, ...]]]:
-        """Yield each dispatch of the model with the names of its sequences."""
+    def _named(self) -> Iterator[tuple[Note, tuple[SequenceId | None, ...], int]]:
+        """Yield each dispatch of the model with the names of its sequences, and the number of its micro-batch."""
         for index, recorder in enumerate(self._recorders):
             begins = [counts[index] for _, counts in self._batches]
             for number, note in enumerate(recorder.notes):
@@ -106,4 +120,4 @@ class Recording:
                         f"Recording.table: a forward ran before the first of {len(begins)} calls of micro_batch. Call "
                         "micro_batch(sequences) before each forward."
                     )
-                yield note, self._batches[batch][0]
+                yield note, self._batches[batch][0], batch

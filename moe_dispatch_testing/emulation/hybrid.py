@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import os
 import warnings
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -148,6 +149,7 @@ class _HybridBuffer:
             entry.same = {_DOMAIN: domain, "num_local_experts": num_local_experts}
         self.configurer = SimpleNamespace(buffer_config=buffer)
         self._generation = 0
+        self._counts_in_use: list[weakref.ref[Tensor]] = []
         self._folder = _kernels_in[self.release, os.environ.get("HYBRID_EP_CACHE_DIR", ""), os.getpid(), self.rank]
         self._kernels = set(self._folder) if load_cached_kernels else set()
 
@@ -429,6 +431,7 @@ class _HybridBuffer:
                 slots = rows
                 require(rows > 0, "every rank must have at least one row, got 0", EmulatedAbort)
             entry.same = {"num_of_tokens_per_rank": slots}
+        self._require_counts()
         config = self.update_template_config(hidden_dim=hidden.shape[1], num_of_tokens_per_rank=slots, **sizes)
         with self._exchange.entrance("HybridEPBuffer.metadata_preprocessing"):
             experts = config.experts_per_node * self.num_of_nodes
@@ -471,7 +474,11 @@ class _HybridBuffer:
             if is_scanned
             else grown(route.local_RL, all_rows)
         )
-        made["num_dispatched_tokens_tensor"] = torch.tensor([route.num_received], dtype=torch.int32)
+        count = torch.tensor([route.num_received], dtype=torch.int32)
+        # Before 17cfb81, kernels of blocking calls read this number from pinned memory of the host.
+        is_pinned = self.release == _FIRST and permutes and not (fused or config.kernel_mode[1])
+        count.is_pinned_count = is_pinned  # type: ignore[attr-defined]
+        made["num_dispatched_tokens_tensor"] = count
         made["tokens_per_expert"] = route.tokens_per_expert().to(torch.int32)
         made["num_of_tokens_per_rank"] = len(route.in_rank_TP)
         made["num_of_valid_tokens"] = config.num_of_valid_tokens
@@ -487,12 +494,25 @@ class _HybridBuffer:
             ValueError: It is the handle of another kind of dispatch.
             RuntimeError: In ragged releases, the buffer has grown since the dispatch.
         """
-        config = unpacked(names, handle)["config"]
+        items = unpacked(names, handle)
+        config, count = items["config"], items.get("num_dispatched_tokens_tensor")
         assert isinstance(config, HybridEpConfigInstance)
         made, now = config.buffer_generation, self._generation
         grew = f"this handle was created against buffer generation {made}, but the current generation is {now}"
         require(self.release not in _RAGGED or made == now, f"{grew}. Redo the dispatch without a handle")
+        self._require_counts()
+        if isinstance(count, Tensor) and getattr(count, "is_pinned_count", False):
+            self._counts_in_use.append(weakref.ref(count))
         return config
+
+    def _require_counts(self) -> None:
+        """Refuse a call if a handle of the call before is gone. Its kernels may still read the handle's pinned number.
+
+        Torch reuses pinned memory without regard to streams, so they would read another number (DeepEP #756).
+        """
+        gone = any(count() is None for count in self._counts_in_use)
+        self._counts_in_use.clear()
+        require(not gone, "a handle must live until the device has passed the calls that use it", EmulatedAbort)
 
     def _sent(self, config: HybridEpConfigInstance, rows: HybridRows) -> HybridRows:
         route = config.route

@@ -35,6 +35,7 @@ _FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0)
 # Releases to plan if deep_ep is not installed. This package emulates them, so it knows their rules.
 _RELEASES = {"deepep": ("v1.2.1", "v2.5.0"), "hybridep": ("hybridep-746",)}
 _AGREED_INTEGERS = 7  # int64 with which dispatchers agree on row counts
+_MOST_LOADS = 2**22  # numbers of rows, one for each rank and expert, which a plan keeps for each dispatch
 _RANKS_PER_NODE = 8  # if the number of nodes is not given
 
 
@@ -132,6 +133,11 @@ def forecast(
         raise ConfigError(
             f"plan: a rank must bring at most max_tokens_per_rank ({config.max_tokens_per_rank}) rows, got {tokens}. "
             "Raise max_tokens_per_rank, or plan fewer tokens."
+        )
+    if ep_size * config.num_experts > _MOST_LOADS:
+        raise ConfigError(
+            f"plan: ep ({ep_size}) times num_experts ({config.num_experts}) must be at most {_MOST_LOADS}. Plan fewer "
+            "ranks or experts."
         )
     shape = shape_of(config, ep_size, ep_size // nodes)
     home = dataclasses.replace(shape, num_experts=config.num_experts)  # without spare expert slots

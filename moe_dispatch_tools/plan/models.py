@@ -30,6 +30,7 @@ _NAMES = {
 }
 # Names of the number of expert groups, and of the number of groups that a token may use: transformers, and Megatron.
 _GROUP_NAMES = (("n_group", "topk_group"), ("moe_router_num_groups", "moe_router_group_topk"))
+_MOST_LAYERS = 2**16
 _NESTED = ("text_config", "thinker_config", "language_config", "llm_config")
 
 
@@ -104,7 +105,7 @@ def read_model(
     row_dtype = _dtype(dtype or str(told.get("dtype") or told.get("torch_dtype") or "bfloat16"))
     width = text.get("moe_intermediate_size") or text.get("intermediate_size")
     return Model(
-        name=str(found.get("model_type") or found["architectures"][0]),
+        name=str(found.get("model_type") or next(iter(found.get("architectures") or [path.name]))),
         config=config,
         layers=layers or _count_layers(path, text),
         dtype=row_dtype,
@@ -125,7 +126,7 @@ def _transformers_config(path: Path) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # DispatcherConfig.load reports the error
+    except (OSError, ValueError, RecursionError):  # DispatcherConfig.load reports the error
         return None
     return value if isinstance(value, dict) and {"model_type", "architectures"} & value.keys() else None
 
@@ -181,7 +182,15 @@ def _group_limit(path: Path, text: dict[str, Any], config: DispatcherConfig) -> 
 def _count_layers(path: Path, config: dict[str, Any]) -> int:
     """Count the layers with experts."""
     total = _number(path, config, "layers")
-    found = sum(_has_experts(config, layer) for layer in range(total))
+    if total > _MOST_LAYERS:
+        raise ConfigError(f"plan: {path} must have at most {_MOST_LAYERS} layers, got {total}. Give --layers.")
+    try:
+        found = sum(_has_experts(config, layer) for layer in range(total))
+    except (TypeError, IndexError, ValueError) as error:
+        raise ConfigError(
+            f"plan: {path} must say for each of {total} layers whether it has experts, got fields that do not: "
+            f"{error}. Give --layers."
+        ) from error
     if not found:
         raise ConfigError(f"plan: {path} must have a layer with experts, got none of {total}. Give --layers.")
     return found

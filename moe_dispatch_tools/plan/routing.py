@@ -22,7 +22,9 @@ Dispatch = Sequence[Tensor]
 _SIMULATED_TOKENS, _MOST_DISPATCHES = 2**20, 64
 _LARGEST_EXPONENT = 8.0
 _DEFAULT_RANKS = 8
-_TOKENS_AT_ONCE = 2**11  # whose scores of all experts fit the cache
+_TOKENS_AT_ONCE, _SCORES_AT_ONCE = 2**11, 2**22  # whose scores of all experts fit the cache
+# A simulation that exceeds them would take minutes or gigabytes.
+_MOST_SCORES, _MOST_CHOICES, _MOST_COUNTS = 2**34, 2**28, 2**24
 
 
 @final
@@ -64,10 +66,20 @@ def random_routing(name: str, *, seed: int = 0, groups: GroupLimit | None = None
         ) from error
 
     def dispatches(shape: MoEShape, tokens: int) -> Iterator[Dispatch]:
+        everyone = tokens * shape.ep_size
+        for rule, number, most in (
+            ("tokens x ep x top_k", everyone * shape.top_k, _MOST_CHOICES),
+            ("tokens x ep x num_experts", everyone * shape.num_experts, _MOST_SCORES),
+        ):
+            if number > most:
+                raise ConfigError(
+                    f"plan: to simulate a routing, {rule} must be at most {most}, got {number} for {tokens} tokens, "
+                    f"ep {shape.ep_size}, {shape.num_experts} experts and top {shape.top_k}. Plan smaller numbers."
+                )
         generator = torch.Generator().manual_seed(seed)
         odds_E = popularity(shape.num_experts, exponent, generator)
-        everyone = tokens * shape.ep_size
         count = min(max(_SIMULATED_TOKENS // everyone, 1), _MOST_DISPATCHES)
+        count = min(count, max(_MOST_COUNTS // (shape.ep_size * shape.num_experts), 1))
         return (draw_experts(odds_E, shape.top_k, everyone, generator, groups).split(tokens) for _ in range(count))
 
     order = f" with exponent {exponent:g} over experts in an order drawn with seed {seed}" if exponent else ""
@@ -93,7 +105,7 @@ def draw_experts(
     groups of experts chooses among the same scores.
     """
     log_odds_E, found = odds_E.log().float(), [torch.empty(0, top_k, dtype=torch.int64)]
-    for some in torch.arange(num_tokens).split(_TOKENS_AT_ONCE):
+    for some in torch.arange(num_tokens).split(min(_TOKENS_AT_ONCE, max(_SCORES_AT_ONCE // len(odds_E), 1))):
         scores_TE = torch.rand(len(some), len(odds_E), generator=generator).log_().neg_()
         scores_TE = scores_TE.log_().neg_().add_(log_odds_E)
         found.append(scores_TE.topk(top_k).indices if groups is None else choose_experts(scores_TE, top_k, groups))

@@ -80,6 +80,8 @@ FILES = {
         (ExpertPlacement, (2, ((), ())), r"at least one rank with one slot, got \(\(\), \(\)\)"),
         (ExpertPlacement, (2, (0, 1)), r"slots must be a list of ids for each rank, got \(0, 1\)"),
         (ExpertPlacement, (2, (("a",),)), r"slots must be a list of ids for each rank"),
+        (ExpertPlacement, (2, ((0, float("inf")),)), r"slots must be a list of ids for each rank, got \(\(0, inf\),\)"),
+        (ExpertPlacement, (2, ((0, 1.5),)), r"slots must be a list of ids for each rank, got \(\(0, 1.5\),\)"),
         (ExpertPlacement.contiguous, (6, 4), r"num_experts \(6\) must be divisible by num_ranks \(4\)"),
         (partial(ExpertPlacement.contiguous, spare=-1), (4, 2), r"spare must be at least 0, got -1"),
         (

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,17 @@ from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.types import InFlight
 from moe_dispatch_testing import Scenario
 from tests.deep_ep_backends.vendors import HYBRID, V2
-from tests.dispatchers.layer import HIDDEN, NUM_EXPERTS, Group, on_ranks, random_routing, random_rows, small_config
+from tests.dispatchers.layer import (
+    HIDDEN,
+    NUM_EXPERTS,
+    Group,
+    on_ranks,
+    outcomes,
+    raises_everywhere,
+    random_routing,
+    random_rows,
+    small_config,
+)
 
 RANKS = 4
 INNER = 8
@@ -231,51 +242,72 @@ def test_weights_are_fetched_twice_also_in_a_recomputation(reentrant: bool | Non
 
 @BOTH
 def test_fetched_weights_take_no_memory_until_the_backward(fields: dict[str, Any]) -> None:
-    """The memory behind the weights that autograd saved is empty once the experts have run."""
+    """The memory behind the weights of the slots is empty once the experts have run."""
 
-    def body(group: Group) -> list[tuple[int, int]]:
+    def body(group: Group) -> int:
         stacked, dispatcher = own_part(group, torch.float32), build_dispatcher(small_config(**fields), group)
-        weights, found = SlotWeights(dispatcher), []
-        own = {weight.untyped_storage().data_ptr() for weight in stacked}
+        weights, own = SlotWeights(dispatcher), {weight.untyped_storage().data_ptr() for weight in stacked}
+        fetched: list[torch.UntypedStorage] = []
+
+        def watched(sent: Dispatched, up: Tensor, down: Tensor) -> Tensor:
+            fetched.extend(memory for one in (up, down) if (memory := one.untyped_storage()).data_ptr() not in own)
+            assert all(memory.nbytes() for memory in fetched[-1:])
+            return experts(sent, up, down)
+
         for call in range(6):
-            saved: list[Tensor] = []
             x, routing, upstream = inputs(group.rank(), call, torch.float32)
-
-            def pack(tensor: Tensor, kept: list[Tensor] = saved) -> Tensor:
-                kept.append(tensor.detach())
-                return tensor
-
-            sent = dispatcher.dispatch(x, routing)
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                sent, outputs = weights.run(sent, experts, *stacked)
-            fetched = [one for one in saved if one.dim() == 3 and one.untyped_storage().data_ptr() not in own]
-            found.append((len(fetched), sum(one.untyped_storage().nbytes() for one in fetched)))
+            sent, outputs = weights.run(dispatcher.dispatch(x, routing), watched, *stacked)
+            assert not any(memory.nbytes() for memory in fetched)
             dispatcher.combine(outputs, sent).backward(upstream)
-        return found
+            fetched.clear()
+        return dispatcher.metrics().collectives["weights"]
 
-    by_rank = on_ranks(body, RANKS)
-    for of_rank in by_rank:
-        assert all(nbytes == 0 for _, nbytes in of_rank)
-    assert any(count for of_rank in by_rank for count, _ in of_rank)
+    assert all(fetches > 1 for fetches in on_ranks(body, RANKS))
 
 
+@pytest.mark.parametrize("hooked", [{0, 1, 2, 3}, {1}])
 @BOTH
-def test_ranks_agree_that_hooks_have_kept_weights(fields: dict[str, Any]) -> None:
-    """Saved tensors are copied, as to the CPU. No rank may then fetch again, also not rank 0, which has no copies."""
+def test_ranks_differ_in_hooks_that_keep_weights(fields: dict[str, Any], hooked: set[int]) -> None:
+    """Saved tensors are copied, as to the CPU, on some ranks. All ranks fetch again, also one without copies."""
 
     def body(group: Group) -> tuple[list[Tensor], int]:
+        assert group is not None
         stacked, dispatcher = own_part(group, torch.float64), build_dispatcher(small_config(**fields), group)
-        x, _, upstream = inputs(group.rank(), 0, torch.float64)
-        routing = Routing(torch.tensor([[0, 1]]).expand(24, 2).contiguous(), torch.ones(24, 2))
-        with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda tensor: tensor):
+        x, routing, upstream = inputs(group.rank(), 0, torch.float64)
+        x.requires_grad_()
+        with (
+            torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda tensor: tensor)
+            if group.rank() in hooked
+            else nullcontext()
+        ):
             sent, outputs = SlotWeights(dispatcher).run(dispatcher.dispatch(x, routing), experts, *stacked)
             y = dispatcher.combine(outputs, sent)
         y.backward(upstream)
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
         return gradients(stacked), dispatcher.metrics().collectives["weights"]
 
     found = on_ranks(body, RANKS)
-    assert [fetches for _, fetches in found] == [1] * RANKS
-    assert all(float(of_up.abs().sum()) > 0 for (of_up, _), _ in found[:1])
+    assert len({fetches for _, fetches in found}) == 1
+    expect_dense([grads for grads, _ in found], torch.float64, 1)
+
+
+@BOTH
+def test_parameters_that_differ_between_ranks_are_refused_on_all(fields: dict[str, Any]) -> None:
+    """A rank with frozen experts would take no part in the backward, and bytes of another dtype are no weights."""
+
+    def body(group: Group, *, how: str) -> Exception:
+        assert group is not None
+        stacked, dispatcher = own_part(group, torch.float32), build_dispatcher(small_config(**fields), group)
+        if group.rank() == 1:
+            stacked = [weight.detach() if how == "frozen" else weight.detach().bfloat16() for weight in stacked]
+        x, routing, _ = inputs(group.rank(), 0, torch.float32)
+        with pytest.raises(InputError) as caught:
+            SlotWeights(dispatcher).run(dispatcher.dispatch(x, routing), experts, *stacked)
+        return caught.value
+
+    for how in ("frozen", "bfloat16"):
+        raises_everywhere(outcomes(partial(body, how=how), RANKS), InputError, "parameter 0 of SlotWeights", how)
 
 
 @BOTH

@@ -14,7 +14,7 @@ from tests.compile.layer import HIDDEN, NUM_EXPERTS, dispatcher_for, graphs, nee
 
 Experts = Callable[[Dispatched], Tensor]
 Results = list[Tensor | None]
-SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 16}
+SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 16, "pad_multiple": 4}
 
 
 def layer_of(dispatcher: Dispatcher, experts: Experts) -> Callable[..., Tensor]:
@@ -33,7 +33,11 @@ def matrices(dtype: torch.dtype = torch.float32, inner: int = 24) -> tuple[nn.Pa
 
 
 def grouped(up: Tensor, down: Tensor) -> Experts:
-    return lambda sent: sent.grouped_mm(torch.tanh(sent.grouped_mm(sent.rows, up)), down)
+    def experts(sent: Dispatched) -> Tensor:
+        inner = torch.tanh(sent.grouped_mm(sent.rows, up))
+        return sent.grouped_mm(inner / inner.norm(dim=1, keepdim=True), down)  # 0/0 on padding
+
+    return experts
 
 
 def modules() -> nn.ModuleList:

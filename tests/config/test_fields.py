@@ -30,15 +30,26 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another type": ({"num_experts": "8"}, r"(?s)num_experts.*valid integer"),
     "zero experts": ({"num_experts": 0}, r"(?s)num_experts.*greater than or equal to 1"),
     "top_k above experts": ({"top_k": 9}, r"top_k \(9\) must not exceed num_experts \(8\)"),
-    "pad_multiple": ({"pad_multiple": "int4"}, r"(?s)pad_multiple.*'bf16', 'fp8', 'mxfp8' or 'nvfp4'"),
+    "pad_multiple": ({"pad_multiple": "int4"}, r"(?s)pad_multiple.*'bf16', 'fp8', 'mxfp8' or 'nvfp4'.*'nvfp4' for 128"),
     "fp8 columns": ({"wire_dtype": "float8_e4m3fn"}, r"hidden_size \(64\) must be a multiple of 128"),
     "mxfp8 columns": ({"wire_dtype": "mxfp8", "hidden_size": 48}, r"hidden_size \(48\) must be a multiple of 32"),
     "static without a maximum": ({"row_counts": "static"}, r'row_counts="static" need max_tokens_per_rank'),
     "unknown backend": ({"backend": "alltoal"}, r"Unknown backend 'alltoal'. Known backends: allgather, alltoall"),
     "option of another backend": (
         {"backend": {"name": "allgather", "reduction": "exact"}},
-        r"(?s)reduction.*Extra inputs are not permitted",
+        r"It is an option of backend 'local' and 'alltoall', and not of 'allgather'.$",
     ),
+    "option beside the backend": (
+        {"backend": "alltoall", "reduction": "exact"},
+        r'It is an option of the backend: write backend=\{"name": "alltoall", "reduction": ...\}\.$',
+    ),
+    "field below the backend": (
+        {"backend": {"name": "alltoall", "pad_multiple": 16}},
+        "It is a field of the config itself, beside 'backend'.$",
+    ),
+    "constraint beside constraints": ({"hidden_multiple": 16}, r"It is a constraint: write constraints=\{'hidden_"),
+    "size of the group": ({"ep_size": 2}, "got 2. It follows from the group: pass that to build_dispatcher.$"),
+    "self": ({"self": 2}, "self: Extra inputs are not permitted, got 2"),
     "option with a wrong value": (
         {"backend": {"name": "alltoall", "reduction": "slow"}},
         r"(?s)reduction.*'fast' or 'exact'",

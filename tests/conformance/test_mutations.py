@@ -221,7 +221,9 @@ def route_of_the_latest_call_in_backward(patch: Patch) -> None:
     backward, latest = autograd.Combine.backward, _latest_routes(patch)
 
     def with_latest(ctx: Any, grad_TD: Tensor) -> Any:
-        ctx.state = dataclasses.replace(ctx.state, route=latest[id(ctx.state.route.context)])
+        object.__setattr__(
+            ctx.state, "route", latest[id(ctx.state.route.context)]
+        )  # torch must see no dataclass, so not replace
         return backward(ctx, grad_TD)
 
     patch.setattr(autograd.Combine, "backward", staticmethod(with_latest))

@@ -197,6 +197,17 @@ def test_missing_network_cards_are_named(options: dict[str, Any], no_network_car
             raise result
 
 
+def test_a_v2_that_asks_for_network_cards_within_a_node_is_named(monkeypatch: Patch) -> None:
+    """Before pull request 630 it does so whatever ``EP_DISABLE_GIN`` says."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("NCCL GIN is unavailable")
+
+    monkeypatch.setattr(emulated_deep_ep("v2-2.1.0").ElasticBuffer, "__init__", refuse)
+    results = outcomes(lambda group: build_dispatcher(config(V2, max_tokens_per_rank=8), group), 2)
+    raises_everywhere(results, ConfigError, "even with EP_DISABLE_GIN=1", "Install a later version")
+
+
 def test_a_buffer_across_nodes_that_is_outgrown_keeps_its_queues(caplog: pytest.LogCaptureFixture) -> None:
     def body(group: Group) -> None:
         dispatcher = build_dispatcher(config({**V25, "ranks_per_node": 1}), group)
@@ -250,21 +261,36 @@ def test_an_estimate_without_a_bandwidth_names_num_sms(backend: dict[str, Any], 
     on_ranks(lambda group: identity_and_close(build_dispatcher(config({**backend, "num_sms": 24}), group)), 2)
 
 
-@pytest.mark.parametrize(("num_sms", "warns"), [(4, True), (24, False)])
-def test_a_suspiciously_small_estimate_warns(
+@pytest.mark.parametrize(("num_sms", "warns"), [(4, True), (24, False), (132, True)])
+def test_a_suspicious_estimate_warns(
     num_sms: int, warns: bool, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without ``nvidia-smi nvlink -s`` the library takes the speed of NVLink for 0, and its least number of SMs."""
+    """Without ``nvidia-smi nvlink -s`` the library takes its least number of SMs, or all."""
     library.warn_once.cache_clear()
     monkeypatch.setattr(_buffer_class(V25), "get_theoretical_num_sms", lambda self, *sizes: num_sms)
     with caplog.at_level(logging.WARNING, logger="moe_dispatch"):
         on_ranks(lambda group: identity_and_close(build_dispatcher(config(V25), group)), 2)
-    assert ("deep_ep uses only 4 multiprocessors" in caplog.text) == warns
+    assert (f"deep_ep uses {num_sms} multiprocessors. It takes 4, or all" in caplog.text) == warns
 
 
 def _buffer_class(backend: dict[str, Any]) -> Any:
     module = emulated_deep_ep(backend["emulate"])
     return getattr(module, "EPBuffer", None) or module.ElasticBuffer
+
+
+def test_no_kernel_reads_memory_of_a_handle_that_is_gone() -> None:
+    """HybridEP 34152ae keeps a number in pinned memory of its handle, which torch reuses while kernels read it."""
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config({**HYBRID, "emulate": "hybridep-34152ae"}), group)
+        for _ in range(2):
+            x = torch.ones(4, 256, requires_grad=True)
+            sent = dispatcher.dispatch(x, random_routing(4, 0))
+            dispatcher.combine(sent.rows, sent).sum().backward()
+            del sent
+        dispatcher.close()
+
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("backend", [{**HYBRID, "emulate": "hybridep-34152ae"}, HYBRID, RAGGED], ids=str)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from moe_dispatch import DispatcherConfig, build_dispatcher
 from moe_dispatch._probing import loaded_nccl
@@ -21,8 +22,9 @@ from moe_dispatch.backends import BackendOptions, Rejected, Usable
 from moe_dispatch.backends.deep_ep import library
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
-from moe_dispatch.errors import BackendUnavailableError
+from moe_dispatch.errors import BackendUnavailableError, ConfigError
 from moe_dispatch_testing.emulation import emulated_deep_ep
+from moe_dispatch_testing.ranks import thread_group
 
 Install = Callable[..., None]
 
@@ -264,10 +266,16 @@ def test_whatever_a_probe_stumbles_over_is_a_reason(installed: Install, monkeypa
 
 
 @pytest.mark.parametrize(("name", "release"), [("deepep", "v2-2.1.0"), ("hybridep", "hybridep-94a9f8f")])
-def test_real_libraries_need_a_group(
+def test_real_libraries_need_a_group_on_the_current_device(
     name: str, release: str, installed: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = library.Library(module=emulated_deep_ep(release), version="2.1.0", emulated=False)
     monkeypatch.setattr("moe_dispatch.backends.deep_ep.library.find_library", lambda release: found)
+    config = DispatcherConfig(backend=name, num_experts=8, top_k=2, hidden_size=256)
     with pytest.raises(ValueError, match=f"'{name}' needs a process group, even for one rank, got None"):
-        build_dispatcher(DispatcherConfig(backend=name, num_experts=8, top_k=2, hidden_size=256))
+        build_dispatcher(config)
+    group = thread_group(HashStore(), 0, 1)
+    group.bound_device_id = torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ConfigError, match=r"must be that of the group, cuda:1, got cuda:0. Call torch.cuda.set_device"):
+        build_dispatcher(config, group)

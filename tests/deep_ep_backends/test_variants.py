@@ -22,7 +22,18 @@ from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.dispatchers import run_in_chunks
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch_testing.emulation import emulated_deep_ep
-from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, V25, config, identity_and_close, rank_of
+from tests.deep_ep_backends.vendors import (
+    HYBRID,
+    RAGGED,
+    V1,
+    V2,
+    V25,
+    config,
+    identity,
+    identity_and_close,
+    rank_major_class,
+    rank_of,
+)
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
 
 
@@ -220,6 +231,63 @@ def test_deferred_epilogues_run_before_the_next_call(backend: dict[str, Any]) ->
         assert torch.equal(dispatcher.dispatch(x, again=first).rows, first.rows)
         dispatcher.close()
 
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("backend", [V1, V2, V25], ids=["v1", "v2", "v2.5"])
+def test_only_async_op_leaves_the_wait_to_an_event(backend: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the allocator of torch would keep the tensors of the call from reuse, in a capture until its end."""
+    cls, calls = rank_major_class(emulated_deep_ep(backend["emulate"])), []
+    original = cls.dispatch
+
+    @functools.wraps(original)
+    def spied(self: Any, *args: Any, **given: Any) -> Any:
+        calls.append(any(given.get(name) for name in ("async_finish", "async_with_compute_stream", "defer_epilogue")))
+        assert calls[-1] or not given["allocate_on_comm_stream"]
+        return original(self, *args, **given)
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config({**backend, "allocate_on_comm_stream": True}), group)
+        identity(dispatcher, 3)
+        x, routing = torch.ones(3, 256), random_routing(3, 0)
+        sent = dispatcher.dispatch(x, routing, async_op=True).wait()
+        assert torch.equal(sent.rows, dispatcher.dispatch(x, routing).rows)
+        dispatcher.close()
+
+    monkeypatch.setattr(cls, "dispatch", spied)
+    on_ranks(body, 2)
+    assert sorted(calls) == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("backend", [V1, V2, {**V25, "expand": True}], ids=["v1", "v2", "v2.5 expanded"])
+def test_a_list_of_counts_that_differs_from_the_rows_is_refused(
+    backend: dict[str, Any], debug: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows would reach wrong experts. Without ``debug``, the first rows of a channel are compared."""
+    cls, is_wrong = rank_major_class(emulated_deep_ep(backend["emulate"])), [not debug]
+    original = cls.dispatch
+
+    @functools.wraps(original)
+    def listing(self: Any, *args: Any, **given: Any) -> Any:
+        result = original(self, *args, **given)
+        counts = next((part for part in result if isinstance(part, list)), None)
+        counts = result[3].num_recv_tokens_per_expert_list if counts is None else counts
+        if is_wrong[0]:
+            counts.reverse()
+        return result
+
+    def body(group: Group) -> None:
+        dispatcher, x = build_dispatcher(config(backend, debug=debug), group), torch.ones(3, 256)
+        routing = Routing(torch.tensor([[0, 5]] * 3), torch.ones(3, 2))
+        if debug:
+            identity(dispatcher, 3)
+            is_wrong[0] = True
+        with pytest.raises(StateError, match="must list the rows that each expert gets, got the list"):
+            dispatcher.dispatch(x, routing)
+        dispatcher.close()
+
+    monkeypatch.setattr(cls, "dispatch", listing)
     on_ranks(body, 2)
 
 

@@ -80,6 +80,7 @@ def test_absurd_capacities(value: Any, text: str) -> None:
     [
         ({"num_experts": 8}, r"pass DispatcherConfig\(\*\*your_dict\), not a dict"),
         ("moe.yaml", r"pass DispatcherConfig\.load\(path\), not a str"),
+        (None, "pass a DispatcherConfig, not a NoneType"),
     ],
 )
 def test_what_is_no_config_is_not_taken_for_one(config: Any, text: str) -> None:

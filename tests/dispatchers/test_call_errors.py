@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import BSHD, THD, Dispatched, Dispatcher, Plan, Routing, Rows, build_dispatcher
+from moe_dispatch.dispatchers import run_in_chunks
 from moe_dispatch.errors import InputError, LayoutError, PeerError, StateError
 from moe_dispatch_testing import count_collectives
 from tests.dispatchers.layer import (
@@ -70,6 +71,22 @@ DISPATCH: list[tuple[Call, *tuple[str, ...]]] = [
         "plan must be a Plan, a Layout or None, got Tensor",
         "Dispatcher.dispatch",
     ),
+    (
+        lambda d: d.dispatch(X, IDS, WEIGHTS),
+        "plan must be",
+        "got Tensor. Pass weights with their ids, as Routing(ids, we",
+    ),
+    (lambda d: d.dispatch(X, WAY, X[:, 0] > 0), "plan must be", "got Tensor. Pass a mask as Masked(mask)"),
+    (
+        lambda d: d.dispatch(X, WAY, [3, 3]),
+        "plan must be",
+        "got list. Pass lengths as BSHD(lengths), and offsets as THD(",
+    ),
+    (lambda d: d.dispatch(X, WAY, BSHD), "plan must be", "got the class BSHD. Make a layout of it: BSHD(...)"),
+    (
+        lambda d: d.dispatch(X, Routing(IDS, None)),  # type: ignore[arg-type]
+        "topk_weights must be a Tensor, got NoneType",
+    ),
     (lambda d: d.dispatch(rows(5), again=d.dispatch(X, WAY)), "again=sent was made with floating (6, 16) on cpu"),
     (lambda d: d.dispatch(X.long(), again=d.dispatch(X, WAY)), "floating (6, 16)", "got torch.int64 (6, 16)"),
     (lambda d: d.dispatch(X, WAY, again=d.dispatch(X, WAY)), "again=sent already has routing and plan"),
@@ -101,6 +118,17 @@ COMBINE: list[tuple[Call, *tuple[str, ...]]] = [
         "Dispatcher.combine: sent must be a Dispatched, got InFlight",
         "After async_op=True, wait()",
     ),
+    (
+        lambda d: run_in_chunks(d, lambda sent: None, X, WAY),  # type: ignore[arg-type, return-value]
+        "combine: rows must be a Tensor, got NoneType",
+        "what the experts returned",
+    ),
+    (lambda d: d.combine(*_sent(d)[::-1]), "combine: sent must be a Dispatched, got Tensor", "what dispatch returned"),
+    (
+        lambda d: run_in_chunks(d, X, WAY, lambda sent: sent.rows),  # type: ignore[arg-type]
+        "run_in_chunks: pass run_in_chunks(dispatcher, run_experts, x, routing), got Tensor for run_experts",
+    ),
+    (lambda d: d.plan(THD), "Dispatcher.plan: layout must be a Layout or None, got the class THD. Make a layout"),
     (lambda d: d.plan(X), "Dispatcher.plan: layout must be a Layout or None, got Tensor", "as like=x"),
     (lambda d: d.plan(), "Dispatcher.plan: pass the layout of the batch, or like=x"),
 ]

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe_dispatch import Rows, build_dispatcher
+from moe_dispatch.communication import control_device, device_of
 from moe_dispatch.dispatchers import channel
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing import count_collectives, run_processes
@@ -126,3 +127,15 @@ def test_a_control_group_makes_another_channel() -> None:
         return len({dispatcher._channel.name for dispatcher in built})
 
     assert on_ranks(body, 2) == [3, 3]
+
+
+def test_a_group_of_nccl_exchanges_on_the_device_that_it_is_bound_to() -> None:
+    """Without ``torch.cuda.set_device`` the current device is cuda:0 on every rank."""
+    store = HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    backend = dist.ProcessGroupGloo(store, 0, 1)  # type: ignore[call-arg]
+    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.GLOO, backend)
+    assert control_device(group) == torch.device("cuda")
+    group.bound_device_id = torch.device("cuda:3")
+    assert control_device(group) == device_of(group, torch.device("cpu")) == torch.device("cuda:3")
+    assert device_of(group, torch.device("cuda:1")) == torch.device("cuda:1")

@@ -21,12 +21,13 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from moe_dispatch import DispatcherConfig
+from moe_dispatch import BSHD, DispatcherConfig
 from moe_dispatch_testing import run_processes
 from tests.pages import relative, run_page
 
@@ -44,12 +45,26 @@ def tokens(rank: int) -> Tensor:
     return torch.randn(3 + rank, HIDDEN, generator=torch.Generator().manual_seed(rank))
 
 
-def make_model(copies: int, ep_size: int) -> tuple[Any, nn.Sequential, DeviceMesh]:
-    """The page, two of its blocks with other weights on every rank, and the mesh."""
+class Model(nn.Sequential):
+    """Blocks of the page, a norm and a projection: parameters of equal and of other sizes."""
+
+    recomputes = False
+
+    def forward(self, x: Tensor, layout: Any = None) -> Tensor:
+        *blocks, norm, project = self
+        for block in blocks:
+            x = checkpoint(block, x, layout, use_reentrant=False) if self.recomputes else block(x, layout)
+        y: Tensor = project(norm(x))
+        return y
+
+
+def make_model(copies: int, ep_size: int, seed: int = 10) -> tuple[Any, Model, DeviceMesh]:
+    """The page, a model with other weights on every rank, and the mesh."""
     code = page()
     mesh = code.make_mesh("cpu", copies, ep_size)
-    torch.manual_seed(10 + dist.get_rank())
-    return code, nn.Sequential(*(code.Block(CONFIG, mesh["ep"].get_group(), INNER) for _ in range(LAYERS))), mesh
+    torch.manual_seed(seed + dist.get_rank())
+    blocks = [code.Block(CONFIG, mesh["ep"].get_group(), INNER) for _ in range(LAYERS)]
+    return code, Model(*blocks, nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)), mesh
 
 
 def under_ddp(code: Any, model: nn.Sequential, mesh: DeviceMesh) -> tuple[nn.Module, Callable[[], None]]:
@@ -72,15 +87,23 @@ def all_experts(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return torch.cat(parts)
 
 
-def dense(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
-    """The model on one rank, every expert on every row."""
+def dense_blocks(x: Tensor, weights: dict[str, Tensor], valid_T: Tensor | None = None) -> Tensor:
+    """The blocks on one rank, every expert on every row that is a token."""
     for layer in range(LAYERS):
         router, up, down = (weights[f"{layer}.{name}"] for name in ("router.weight", "experts.up", "experts.down"))
-        weights_TK, ids_TK = (x @ router.T).softmax(-1).topk(TOP_K)
+        weights_TK, ids_TK = (x @ router.T).softmax(-1, dtype=torch.float32).topk(TOP_K)
         weights_TE = torch.zeros(len(x), EXPERTS).scatter(1, ids_TK, weights_TK)
+        weights_TE = weights_TE if valid_T is None else torch.where(valid_T[:, None], weights_TE, 0)
         outputs_TED = torch.einsum("tei,eid->ted", F.silu(torch.einsum("td,edi->tei", x, up)), down)
-        x = x + torch.einsum("te,ted->td", weights_TE, outputs_TED)
+        x = x + torch.einsum("te,ted->td", weights_TE, outputs_TED.float()).to(x.dtype)
     return x
+
+
+def dense(x: Tensor, weights: dict[str, Tensor], valid_T: Tensor | None = None) -> Tensor:
+    scale, shift, matrix, bias = (
+        weights[name] for name in (f"{LAYERS}.weight", f"{LAYERS}.bias", f"{LAYERS + 1}.weight", f"{LAYERS + 1}.bias")
+    )
+    return F.linear(F.layer_norm(dense_blocks(x, weights, valid_T), (HIDDEN,), scale, shift), matrix, bias)
 
 
 def differences(rank: int, copies: int, ep_size: int, under: Callable[..., Any]) -> dict[str, float]:
@@ -89,8 +112,11 @@ def differences(rank: int, copies: int, ep_size: int, under: Callable[..., Any])
     wrapped, finish = under(code, model, mesh)
 
     def gathered(pick: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
-        found = {name: whole(pick(parameter)) for name, parameter in model.named_parameters()}
-        return {name: all_experts(t, mesh) if ".experts." in name else t for name, t in found.items()}
+        found = {name: pick(parameter) for name, parameter in model.named_parameters()}
+        plain = {name for name, found in found.items() if ".experts." in name and not isinstance(found, DTensor)}
+        return {
+            name: all_experts(found.detach(), mesh) if name in plain else whole(found) for name, found in found.items()
+        }
 
     weights = {name: weight.requires_grad_() for name, weight in gathered(lambda p: p).items()}
     with warnings.catch_warnings():
@@ -264,6 +290,136 @@ def without_the_rule(rank: int, copies: int, ep_size: int) -> dict[str, float]:
     return {way: norm / found["right"] for way, norm in found.items()}
 
 
+# FSDP2 in bfloat16.
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+LENGTHS = [3, 1]
+
+
+def padded_batch(rank: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(len(LENGTHS), 3 + rank, HIDDEN, generator=generator)
+
+
+def trained(model: Any, optimizer: Any = None) -> Tensor:
+    """Accumulate gradients over two micro-batches, one with a layout and one with a plan, and step; the last output."""
+    rank = dist.get_rank()
+    for number in range(2):
+        model.set_requires_gradient_sync(number == 1)
+        x, layout = padded_batch(rank, number), BSHD(LENGTHS)
+        y: Tensor = model(x, layout if number else model[0].experts.plan(layout, like=x))
+        y.float().square().mean().backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+    return y.detach()
+
+
+def sharded(copies: int, ep_size: int, seed: int) -> tuple[Any, Any, Any]:
+    code, model, mesh = make_model(copies, ep_size, seed)
+    model.recomputes = True
+    code.shard(model, mesh, POLICY)
+    return code, model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def with_policy(rank: int) -> dict[str, Any]:
+    """Parameters and gradients of the page's FSDP2 recipe in bfloat16."""
+    code, model, mesh = make_model(2, 2)
+    model.recomputes = True
+    first = {name: p.detach().clone() for name, p in model.named_parameters() if ".experts." not in name}
+    for tensor in first.values():
+        dist.broadcast(tensor, src=0)
+    code.shard(model, mesh, POLICY)
+    found: dict[str, Any] = {
+        "differ": [n for n, p in model.named_parameters() if n in first and not whole(p).equal(first[n])]
+    }
+    dtypes: list[tuple[torch.dtype, torch.dtype]] = []
+    hook = (
+        model[0]
+        .get_submodule("experts")
+        .register_forward_pre_hook(lambda _, args: dtypes.append((args[0].dtype, args[1].topk_weights.dtype)))
+    )
+    with warnings.catch_warnings():
+        # Torch warns of an output that is a view, because a change in place would lose its hooks.
+        warnings.filterwarnings("error", message=".*FSDPExperts.* returned a view")
+        trained(model)
+    hook.remove()
+    found["dtypes"] = set(dtypes)
+    weights = {name: whole(p).bfloat16().requires_grad_() for name, p in model.named_parameters()}
+    for other in range(RANKS):
+        for number in range(2):
+            x = padded_batch(other, number)
+            valid_T = BSHD(LENGTHS).valid_T(x.shape[0] * x.shape[1])
+            (dense(x.bfloat16().flatten(0, 1), weights, valid_T).float().square().mean() / RANKS).backward()
+    grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    found["grads"] = {name: relative(grads[name], weights[name].grad) for name in weights}
+    norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+    found["norm"] = relative(code.clip_gradients(model, 0.5), norm)
+    clipped = [whole(p.grad).norm() for p in model.parameters() if p.grad is not None]
+    found["clipped"] = torch.stack(clipped).norm().item()
+    return found
+
+
+def stopped(rank: int, folder: str) -> dict[str, Any]:
+    """By mesh: how far weights and moments are from those saved, and from never having stopped a step later."""
+    code, model, optimizer = sharded(2, 2, seed=10)
+    trained(model, optimizer)
+    code.save(f"{folder}/policy", model, optimizer)
+    before = state_of(model, optimizer)
+    output = trained(model, optimizer)
+    after = state_of(model, optimizer)
+    found = {}
+    for mesh_sizes in MESHES:
+        _, model, optimizer = sharded(*mesh_sizes, seed=50)
+        code.load(f"{folder}/policy", model, optimizer)
+        loaded = distances(state_of(model, optimizer), before)
+        loaded["output"] = (trained(model, optimizer) - output).abs().max().item()
+        found[f"{mesh_sizes}"] = {"loaded": loaded, "continued": distances(state_of(model, optimizer), after)}
+    return found
+
+
+def on_parts(rank: int) -> dict[str, float]:
+    """How far gradients of a block on parts of sequences are from those of the dense block on all sequences."""
+    code = page()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    data = mesh["ep"].get_local_rank()
+    torch.manual_seed(3)
+    blocks = [code.Block(CONFIG, mesh["ep"].get_group(), INNER) for _ in range(LAYERS)]
+    torch.manual_seed(data)
+    for block in blocks:
+        for parameter in block.experts.parameters():
+            nn.init.normal_(parameter, std=HIDDEN**-0.5)
+    model = nn.Sequential(*blocks)
+    weights = {
+        name: (all_experts(p.detach(), mesh) if ".experts." in name else p.detach().clone()).requires_grad_()
+        for name, p in model.named_parameters()
+    }
+
+    def inputs(data: int) -> tuple[Tensor, BSHD]:
+        generator = torch.Generator().manual_seed(data)
+        return torch.randn(2, 4 + 2 * data, HIDDEN, generator=generator), BSHD([4, 1 + data])
+
+    x, layout = inputs(data)
+    y = x.requires_grad_()
+    for block in blocks:
+        y = code.OnParts(block, mesh["tp"])(y, layout)
+    y.square().mean().backward()
+    code.average_gradients_of_parts(model, mesh)
+    whole_x = list[Tensor]()
+    for other in range(2):
+        x_, layout_ = inputs(other)
+        whole_x.append(x_.requires_grad_())
+        valid_T = layout_.valid_T(x_.shape[0] * x_.shape[1])
+        (dense_blocks(x_.flatten(0, 1), weights, valid_T).square().mean() / 2).backward()
+    assert x.grad is not None
+    found = {"x": relative(x.grad / 2, whole_x[data].grad)}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        grad = all_experts(parameter.grad, mesh) if ".experts." in name else parameter.grad
+        found[name] = relative(grad, weights[name].grad)
+    return found
+
+
 # Pipeline stages: two stages, two expert-parallel ranks each, and a block in each stage.
 
 MICRO_BATCHES, DEPTH, EP_RANKS = 4, 2, 2
@@ -306,7 +462,7 @@ def through_stages(rank: int, schedule: Any) -> dict[str, float]:
     code.average_gradients(model, mesh)
 
     leaves = {name: weight.requires_grad_() for name, weight in weights.items()}
-    wants = [F.mse_loss(dense(x, leaves), target) for x, target in map(batch, range(EP_RANKS))]
+    wants = [F.mse_loss(dense_blocks(x, leaves), target) for x, target in map(batch, range(EP_RANKS))]
     (sum(wants) / EP_RANKS).backward()  # type: ignore[union-attr]
     if losses:
         assert relative(torch.stack(losses).mean(), wants[pipeline]) <= 1e-5
@@ -331,6 +487,8 @@ def all_of_it(rank: int, folder: str) -> dict[str, Any]:
         "keys": keys_by_backend(rank),
         "refusals": refusals(rank, f"{folder}/refusals"),
         "plain": plain_tensors(rank, folder),
+        "policy": with_policy(rank),
+        "parts": on_parts(rank),
     }
 
 
@@ -345,8 +503,38 @@ def test_gradients_are_those_of_one_rank_with_all_experts(
     results: list[dict[str, Any]], way: str, mesh: tuple[int, int]
 ) -> None:
     for rank, found in enumerate(results):
-        assert len(found[f"{way} {mesh}"]) == 3 * LAYERS
+        assert len(found[f"{way} {mesh}"]) == 3 * LAYERS + 4
         for name, difference in found[f"{way} {mesh}"].items():
+            assert difference <= 1e-5, f"rank {rank}: {name}"
+
+
+def test_parameters_begin_as_those_of_rank_0_under_fsdp(results: list[dict[str, Any]]) -> None:
+    assert [found["policy"]["differ"] for found in results] == [[]] * RANKS
+
+
+def test_a_policy_in_bfloat16_keeps_layouts_router_weights_and_gradients(results: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(result["policy"] for result in results):
+        assert found["dtypes"] == {(torch.bfloat16, torch.float32)}
+        for name, difference in found["grads"].items():
+            assert difference <= 0.05, f"rank {rank}: {name}"
+        assert found["norm"] <= 1e-5
+        assert found["clipped"] == pytest.approx(0.5, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_training_under_fsdp_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    for rank, by_mesh in enumerate(run_processes(stopped, RANKS, str(tmp_path), timeout=timedelta(seconds=60))):
+        for mesh in MESHES:
+            loaded, continued = (by_mesh[f"{mesh}"][part] for part in ("loaded", "continued"))
+            assert loaded.pop("output") <= 0.05
+            assert set(loaded.values()) == {0.0}, f"rank {rank}: {loaded}"
+            assert max(continued.values()) <= (1e-6 if mesh == (2, 2) else 0.05), f"rank {rank}: {continued}"
+
+
+def test_gradients_of_parts_are_those_of_one_rank_with_whole_sequences(results: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(result["parts"] for result in results):
+        assert len(found) == 1 + 3 * LAYERS
+        for name, difference in found.items():
             assert difference <= 1e-5, f"rank {rank}: {name}"
 
 

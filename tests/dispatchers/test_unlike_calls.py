@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_dispatch import Dispatched, Dispatcher, Rows, build_dispatcher
-from moe_dispatch.backends.base import MARKED_DISPATCHERS, marks_agree
+from moe_dispatch.backends.base import MARKED_DISPATCHERS, WANTS_WEIGHTS, marks_agree
 from moe_dispatch.dispatchers.agreement import mark_of
 from moe_dispatch.dispatchers.checks import ROW_DTYPES
 from moe_dispatch.errors import InputError
@@ -100,12 +100,16 @@ def test_a_dispatch_without_a_plan_meets_another_call(debug: bool, verb: str, to
 
 
 def test_numbers_of_the_exchange_of_counts_tell_all_calls_apart() -> None:
-    marks = {mark_of(dtype, recorded, None) for dtype in ROW_DTYPES for recorded in (False, True)}
+    marks = {mark_of(dtype, recorded, None, False) for dtype in ROW_DTYPES for recorded in (False, True)}
     assert len(marks) == 2 * len(ROW_DTYPES)
     assert min(marks) >= 0
-    assert max(marks) + MARKED_DISPATCHERS < 2**22
-    assert marks_agree([mark := min(marks)] * 2)
-    assert not any(marks_agree([mark, other]) for other in marks - {mark})
+    assert max(marks) + MARKED_DISPATCHERS + WANTS_WEIGHTS < 2**22
+    mark = min(marks)
+    assert marks_agree([mark, mark])
+    assert marks_agree([mark, mark + WANTS_WEIGHTS]), "whose weights require grad may differ"
+    assert not any(
+        marks_agree([mark, other, *more]) for other in marks - {mark} for more in ([], [mark + WANTS_WEIGHTS])
+    )
 
 
 @pytest.mark.parametrize("name", EXCHANGES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import weakref
 from typing import Any, assert_type
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_dispatch import BSHD, Dispatched, Dispatcher, Routing, Rows, build_dispatcher
+from moe_dispatch.errors import InputError
 from moe_dispatch.types import InFlight
 from moe_dispatch_testing.ranks import run_ranks
 from tests.dispatchers.layer import (
@@ -95,7 +97,7 @@ def test_autocast(backend: str, size: int, around_dispatch: bool) -> None:
                     outputs = apply_experts(sent, mine)
                 assert outputs.dtype == (torch.bfloat16 if enabled else torch.float32)
                 y = dispatcher.combine(outputs, sent)
-                assert (sent.rows.dtype, sent.weights.dtype, y.dtype) == (x.dtype, torch.float32, outputs.dtype)
+                assert (sent.rows.dtype, sent.weights.dtype, y.dtype) == (x.dtype, torch.float32, x.dtype)
                 y.float().square().sum().backward()
             return [y.detach().float(), *_grads(x, topk_weights, mine)]
 
@@ -117,6 +119,8 @@ def test_offs_and_their_twin_with_a_leading_zero() -> None:
     assert sent.offs.tolist() == [4, 8, 16, 16, 16, 16, 16, 20]
     assert sent.cu_tokens_per_expert.tolist() == [0, *sent.offs.tolist()]
     assert sent.offs.dtype == sent.cu_tokens_per_expert.dtype == torch.int32
+    with pytest.raises(InputError, match="must have at most 2147483647 rows, because offs is int32, got 2147483648"):
+        _ = dataclasses.replace(sent, host_counts=(2**31, *[0] * 7)).offs
     assert (sent.tokens_per_expert_list, sent.pad_multiple) == ((4, 4, 8, 0, 0, 0, 0, 4), 4)
 
 

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from moe_dispatch._quantisation import Quantised
-from moe_dispatch.backends.base import Arrived, Backend, BackendContext, Tables, WireDtype, marks_agree, on_host
+from moe_dispatch.backends.base import (
+    WANTS_WEIGHTS,
+    Arrived,
+    Backend,
+    BackendContext,
+    Tables,
+    WireDtype,
+    marks_agree,
+    on_host,
+)
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
 from moe_dispatch.backends.wire import PacketFormat, dispatch_format, packet_format, row_format
 from moe_dispatch.communication import Work, read_host
@@ -140,6 +149,7 @@ class Started:
         form: Format of the packets.
         counts: The table of counts on the device, flat; the first L are the numbers of slots of this rank's experts.
         host: The same counts on the host, without marks.
+        wants_weights: As in ``Arrived``.
         kept: What a subclass of ``AllToAll`` adds for its route.
     """
 
@@ -150,6 +160,7 @@ class Started:
     form: PacketFormat
     counts: Tensor
     host: list[int]
+    wants_weights: bool
     kept: tuple[Any, ...] = ()
 
 
@@ -226,12 +237,22 @@ class AllToAll(Backend):
         rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]
         source_B, outgoing = in_order or ordered(context, packets, members, sum(rows_out))
         leg, received, work = start_rows(context, source_B, outgoing, rows_TD.shape[0], rows_out, rows_in)
-        return Started(leg=leg, work=work, outgoing=outgoing, received=received, form=form, counts=counts, host=host)
+        return Started(
+            leg=leg,
+            work=work,
+            outgoing=outgoing,
+            received=received,
+            form=form,
+            counts=counts,
+            host=host,
+            wants_weights=mark is None or max(marks) >= WANTS_WEIGHTS,
+        )
 
     def finish(self, started: Started) -> Arrived:
         started.work.wait()
         rows_SD, weights_SK, ids_SK = started.form.unpack(started.received)
-        return arrive(self.route(started, ids_SK), rows_SD, weights_SK, started.form.dtype)
+        route, wants_weights = self.route(started, ids_SK), started.wants_weights
+        return arrive(route, rows_SD, weights_SK, started.form.dtype, wants_weights=wants_weights)
 
     def route(self, started: Started, ids_SK: Tensor) -> RankMajorRoute:
         """Return the route of a dispatch whose rows have arrived, with the global expert ids ``ids_SK``."""

@@ -110,9 +110,9 @@ class NormalDeepEP(DeepEP):
         """Do nothing: the buffer takes any number of rows."""
 
     def send(
-        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, worst_rows: int | None
+        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, worst_rows: int | None, *, overlaps: bool
     ) -> Callable[[], RankMajorRows]:
-        buffer, ids_TK = self.buffer(), ids_TK.to(self._ids_dtype)
+        buffer, ids_TK, on_its_stream = self.buffer(), ids_TK.to(self._ids_dtype), overlaps and self._on_its_stream
         with unfilled():
             per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
                 ids_TK, self.context.shape.num_experts
@@ -127,15 +127,16 @@ class NormalDeepEP(DeepEP):
                 topk_weights=weights_TK,
                 num_worst_tokens=worst_rows or 0,  # if not 0, ids behind the rows that arrive are -1
                 config=self._dispatch_config,
-                async_finish=True,
+                async_finish=overlaps,
                 # Tensors allocated on the library's stream need an event that orders the current stream before it.
-                previous_event=buffer.capture() if self._on_its_stream else None,
-                allocate_on_comm_stream=self._on_its_stream,
+                previous_event=buffer.capture() if on_its_stream else None,
+                allocate_on_comm_stream=on_its_stream,
             )
         handle = Handle(place=self.place, raw=raw)
 
         def arrived() -> RankMajorRows:
-            event.current_stream_wait()
+            if overlaps:
+                event.current_stream_wait()
             return RankMajorRows(received, ids_SK.long(), weights_SK, counts, handle)
 
         return arrived

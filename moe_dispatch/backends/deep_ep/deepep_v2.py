@@ -37,8 +37,8 @@ _MOST_RANKS, _MOST_EXPERTS = 1024, 2048
 _MOST_LOCAL_EXPERTS = {"v2": 256, "v2.5": 512}
 _V25_NEEDS = {"torch": (2, 10), "NCCL": (2, 32, 3)}
 _V25_NVCC = (13, 1)
-# Without the speed of NVLink, the library takes this many multiprocessors, a few per cent of a GPU.
-_FEWEST_SMS = 4
+# Without the speed of NVLink, the library takes the fewest multiprocessors that it can, or since ff924ed all of them.
+_FEWEST_SMS, _PLAUSIBLE_SMS = 4, range(5, 65)
 # The library reads it whenever it makes a buffer.
 _gin_is_off = environment_switch("EP_DISABLE_GIN")
 # The library reads it in every call. With "1" an event keeps the tensors of its call. Otherwise the caching allocator
@@ -133,9 +133,9 @@ def _refuse_recomputation() -> None:
 class ElasticDeepEP(DeepEP):
     """``deepep`` over v2 and V2.5. Its buffers are made for the largest number of rows of any rank.
 
-    In V2.5, a dispatch defers its epilogue. The host then does not wait for the counts before the caller wants the
-    rows. Every call writes into the buffer from which an epilogue reads, so a deferred epilogue runs before the next
-    call at the latest.
+    In V2.5, a dispatch with ``async_op=True`` defers its epilogue. The host then does not wait for the counts before
+    the caller wants the rows. Every call writes into the buffer from which an epilogue reads, so a deferred epilogue
+    runs before the next call at the latest.
 
     Cost of ``send``: one host sync, for the counts; none in graph-safe mode.
     """
@@ -181,6 +181,12 @@ class ElasticDeepEP(DeepEP):
         except Exception as error:
             if "GIN" not in str(error) and "GDAKI" not in str(error):
                 raise
+            if not self._uses_gin:
+                raise ConfigError(
+                    "Backend 'deepep': within a node deep_ep must do without network cards that GPUs drive (NCCL's "
+                    f"GIN), got: {error}. Before pull request 630 (May 2026), v2 asks for them even with "
+                    "EP_DISABLE_GIN=1. Install a later version."
+                ) from error
             raise ConfigError(
                 "Backend 'deepep': across nodes deep_ep needs network cards that GPUs drive themselves (NVIDIA "
                 f"ConnectX with GPUDirect RDMA; NCCL calls it GIN, of type GDAKI), got: {error}. If NVLink connects "
@@ -188,7 +194,7 @@ class ElasticDeepEP(DeepEP):
             ) from error
 
     def send(
-        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, worst_rows: int | None
+        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, worst_rows: int | None, *, overlaps: bool
     ) -> Callable[[], RankMajorRows | Arrived]:
         """Send rows as the base class says.
 
@@ -197,7 +203,8 @@ class ElasticDeepEP(DeepEP):
         """
         if not self._deterministic:
             _refuse_recomputation()
-        buffer, place, deferred, defers = self.buffer(), self.place, self._deferred, self._is_v25
+        buffer, place, deferred, defers = self.buffer(), self.place, self._deferred, overlaps and self._is_v25
+        on_its_stream = overlaps and self._on_its_stream
         with self._calling():
             try:
                 result = buffer.dispatch(
@@ -208,9 +215,9 @@ class ElasticDeepEP(DeepEP):
                     num_experts=self.context.shape.num_experts,
                     num_max_tokens_per_rank=self.rows,
                     num_sms=self._num_sms,
-                    previous_event=buffer.capture() if self._on_its_stream else None,
-                    async_with_compute_stream=True,
-                    allocate_on_comm_stream=self._on_its_stream,
+                    previous_event=buffer.capture() if on_its_stream else None,
+                    async_with_compute_stream=overlaps,
+                    allocate_on_comm_stream=on_its_stream,
                     do_cpu_sync=worst_rows is None,
                     **self._expansion,
                     **({"defer_epilogue": True} if defers else {}),
@@ -229,15 +236,15 @@ class ElasticDeepEP(DeepEP):
             deferred.clear()
 
         def arrived() -> RankMajorRows | Arrived:
-            if not defers or not values:
+            if overlaps and not (defers and values):
                 self.buffer(place)  # refuses if the buffer is closed
                 epilogue()
             received, ids_SK, weights, raw = values
             handle = Handle(place=place, raw=raw)
-            if raw.num_sms <= _FEWEST_SMS and not self._num_sms and self.context.shape.ep_size > 1:
+            if raw.num_sms not in _PLAUSIBLE_SMS and not self._num_sms and self.context.shape.ep_size > 1:
                 warn_once(
-                    f"backend 'deepep': deep_ep uses only {raw.num_sms} multiprocessors. It takes so few if "
-                    "nvidia-smi nvlink -s prints no speed. Set the option num_sms, for example to 24."
+                    f"backend 'deepep': deep_ep uses {raw.num_sms} multiprocessors. It takes 4, or all, if nvidia-smi "
+                    "nvlink -s or ibstat prints no speed. Set the option num_sms, for example to 24."
                 )
             if self._expansion:
                 return self._expanded(received, weights, handle)
@@ -261,6 +268,8 @@ class ElasticDeepEP(DeepEP):
         shape, raw = self.context.shape, handle.raw
         real_L = raw.num_unaligned_recv_tokens_per_expert.long()
         padded_L = real_L + -real_L % shape.pad_multiple
+        if not shape.graph_safe:
+            self.require_counts(raw.num_recv_tokens_per_expert_list, lambda: padded_L)
         route = ExpertMajorRoute(
             shape=shape,
             spread=partial(self.send_again, handle=handle),

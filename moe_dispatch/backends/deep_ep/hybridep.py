@@ -138,7 +138,7 @@ class HybridEP(LibraryBackend):
         shape, cls, knobs = context.shape, library.module.HybridEPBuffer, options.knobs
         found = hybrid_rules.rules(cls)
         super().__init__(context, multiple=lcm(*found.chunks))
-        self._class, self._ragged = cls, found.ragged
+        self._class, self._ragged, self._reads_host = cls, found.ragged, not (found.pads_capacity or shape.graph_safe)
         self._domain = hybrid_rules.domain_of(shape, options.ranks_per_domain)
         is_configured, known = options.ranks_per_domain is not None, parameters(cls.__init__)
         source = "configured" if is_configured else "detected"
@@ -217,6 +217,8 @@ class HybridEP(LibraryBackend):
                 f"{self.context.communicator.rank}. The installed version cannot combine without rows. Install a "
                 "version of 2026-04 (34152ae) or later."
             )
+        if self._reads_host:
+            raw = tuple(_on_device(part, rows_TD) for part in raw)
         handle = Handle(place=self.place, raw=raw)
         on_host = None if capacity is not None else tuple(read_host(padded_L))
         padded_L = padded_L.to(rows_TD.device, torch.int64, non_blocking=True)
@@ -287,6 +289,17 @@ def _given(rows: Payload) -> dict[str, Tensor]:
     if isinstance(rows, Tensor):
         return {"hidden": rows}
     return {"hidden": rows[0].view(torch.uint8), "scaling_factor": rows[1].view(torch.float32)}
+
+
+def _on_device(part: Any, rows_TD: Tensor) -> Any:
+    """Return a part of a handle. Copy it to the device of the rows if it is a tensor of the host.
+
+    Before 17cfb81 the handle of a dispatch with a host sync has one, and kernels of combine and of backwards read it.
+    Torch reuses pinned memory as soon as the handle is gone, but memory of the device only after these kernels.
+    """
+    if not isinstance(part, Tensor) or not part.is_cpu:
+        return part
+    return rows_TD.new_empty(part.shape, dtype=part.dtype).copy_(part, non_blocking=True)
 
 
 def _overflowed(raw: Any) -> Tensor:

@@ -180,6 +180,12 @@ class LibraryOptions(BackendOptions):
         assert isinstance(library, Library)
         if communicator.group is None and not library.emulated:
             raise ConfigError(f"Backend {self.name!r} needs a process group, even for one rank, got None. Pass group=.")
+        bound = None if communicator.group is None or library.emulated else communicator.group.bound_device_id
+        if bound is not None and bound.index != torch.cuda.current_device():
+            raise ConfigError(
+                f"Backend {self.name!r}: deep_ep runs on the current device, which must be that of the group, {bound}, "
+                f"got cuda:{torch.cuda.current_device()}. Call torch.cuda.set_device before."
+            )
         backend = self.open_with(library, context)
         if communicator.rank == 0:
             if library.emulated:

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from moe_dispatch._quantisation import RECIPES, Quantised, quantise, widen
-from moe_dispatch.backends.base import Arrived, WireDtype
+from moe_dispatch.backends.base import Arrived, BackendContext, WireDtype
 from moe_dispatch.backends.deep_ep.buffers import Handle, LibraryBackend
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
+from moe_dispatch.communication import read_host
+from moe_dispatch.errors import StateError, shown
+from moe_dispatch.permutation.index import count_experts
 from moe_dispatch.types import Capacity, Sizes
 
 # Rows as the library takes them: bfloat16 (T, D), or float8_e4m3fn (T, D) with scales of 4 bytes (T, D/128). A float32
@@ -57,19 +60,24 @@ class DeepEP(LibraryBackend):
     A subclass calls one buffer class. It defines ``make`` and the abstract methods here, none of which is
     differentiable.
 
-    Cost: one host sync per dispatch, and none in ``again=``, combine or a backward. In graph-safe mode there is none at
-    all, but as many rows as in the worst case are delivered, ``ep_size * max_tokens_per_rank``.
+    Cost: one host sync per dispatch, two in the first or with ``debug``, none in ``again=``, combine or a backward.
+    In graph-safe mode there is none at all, but as many rows as in the worst case are delivered, ``ep_size *
+    max_tokens_per_rank``.
 
     Source: DeepEP v1.2.1, main of 2026-07 (2.1.0) and main of 2026-09 (2.5.0).
     """
 
     name = "deepep"
 
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._compared: list[bool] = []  # not empty once a list of counts was compared with rows
+
     @abstractmethod
     def send(
-        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, worst_rows: int | None
+        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, worst_rows: int | None, *, overlaps: bool
     ) -> Callable[[], RankMajorRows | Arrived]:
-        """Send each row once to each rank that owns at least one of its experts. Return before they have arrived.
+        """Send each row once to each rank that owns at least one of its experts.
 
         Args:
             payload: The rows, (T, D).
@@ -78,6 +86,9 @@ class DeepEP(LibraryBackend):
             worst_rows: Largest number of rows that all ranks together can send to one rank. The result then has S =
                 ``worst_rows``, however many rows arrive, and the host waits for no count. None: the host reads the
                 number of rows that arrive, which is S.
+            overlaps: Whether to return before the rows have arrived. The library then keeps memory of the call from
+                reuse until its streams have passed, and in the capture of a CUDA graph until the capture ends. If
+                False, the current stream itself waits for the rows.
 
         Returns:
             A function that makes the current stream wait for the payload, and returns the rows. It is called once. If
@@ -103,18 +114,20 @@ class DeepEP(LibraryBackend):
 
     @final
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        return self.finish(self.start(rows_TD, ids_TK, weights_TK, sizes))
+        return self.finish(self._send(rows_TD, ids_TK, weights_TK, sizes, overlaps=False))
 
     @final
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
     ) -> _Sent:
+        return self._send(rows_TD, ids_TK, weights_TK, sizes, overlaps=True)
+
+    def _send(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, *, overlaps: bool) -> _Sent:
         shape, most_rows = self.context.shape, self.context.most_rows
         # In graph-safe mode: as many rows as all ranks together can send. In eager mode the library counts them.
         worst_rows = shape.ep_size * most_rows if shape.graph_safe and most_rows is not None else None
-        arriving = self.send(
-            pack(rows_TD, shape.wire_dtype), ids_TK.contiguous(), weights_TK.float().contiguous(), worst_rows
-        )
+        payload, weights32_TK = pack(rows_TD, shape.wire_dtype), weights_TK.float().contiguous()
+        arriving = self.send(payload, ids_TK.contiguous(), weights32_TK, worst_rows, overlaps=overlaps)
         return arriving, rows_TD.dtype, weights_TK.dtype, sizes.capacity
 
     @final
@@ -127,9 +140,35 @@ class DeepEP(LibraryBackend):
                 arrived = replace(arrived, rows=widen(arrived.delivered, dtype).to(dtype), scales=None)
             return replace(arrived, weights=arrived.weights.to(weights_dtype))
         payload, ids_SK, weights_SK, counts, handle = arrived
+        if capacity is None:
+            self.require_counts(counts, lambda: count_experts(ids_SK, self.context.shape.num_local_experts))
         index = self.context.group(ids_SK, weights_SK, capacity, counts=counts)
         route = DeepEPRoute(context=self.context, backend=self, handle=handle, index=index)
         return arrive(route, unpack(payload), weights_SK.to(weights_dtype), dtype)
+
+    @final
+    def require_counts(self, counts: Sequence[int], count: Callable[[], Tensor]) -> None:
+        """Compare the library's list of rows with the rows themselves: always under ``debug``, else until rows arrive.
+
+        The list decides where rows go. A list that means something else would bring rows to wrong experts.
+
+        Args:
+            counts: Number of rows of each local expert, as the library lists them on the host.
+            count: Function that counts the rows on the device, int64 (L,).
+
+        Raises:
+            StateError: They differ.
+        """
+        if self.context.debug or not self._compared:
+            found = read_host(count())
+            if found != list(counts):
+                raise StateError(
+                    f"Backend {self.name!r}: deep_ep must list the rows that each expert gets, got the list "
+                    f"{shown(list(counts))} for {shown(found)} rows on rank {self.context.communicator.rank}, so rows "
+                    "would reach wrong experts. Install another version of deep_ep."
+                )
+            if any(found):
+                self._compared.append(True)
 
 
 @final

@@ -15,16 +15,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
-from moe_dispatch.errors import ConfigError
-from moe_dispatch.integrations.slot_experts import has_spare_slots, own_weights, run_layer, view_of
+from moe_dispatch.errors import ConfigError, StateError
+from moe_dispatch.integrations.slot_experts import (
+    has_spare_slots,
+    own_weights,
+    run_layer,
+    stacked_weights,
+    view_of,
+)
 from moe_dispatch.integrations.transformers.batch_slice import BatchSlice
-from moe_dispatch.integrations.transformers.forwards import plan_in_force
+from moe_dispatch.integrations.transformers.forwards import plan_in_force, recorded_as_batch
 from moe_dispatch.integrations.transformers.model_config import check_agreement, shape_said
 from moe_dispatch.types import Dispatched, Routing
 
 # module or view, hidden states (R, D), local expert ids (R, K), weights (R, K) -> (R, D), weighted and summed over K
 ExpertsForward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 WIRED = "_moe_dispatch"
+_LOOP = "eager"  # transformers' name for the model's own loop over experts, which also runs if no name is set
 _LAYER = "_moe_dispatch_layer"  # attribute of an experts module: its own dispatcher beside that of an ExpertsFunction
 
 
@@ -38,6 +45,9 @@ class ExpertParallel:
 
     def __init__(self, config: DispatcherConfig, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         _check_held_experts(experts, config, ep_mesh.size(), held=_held(experts) * ep_mesh.size())
+        _check_implementation(experts, config)
+        if has_spare_slots(config):
+            own_weights("register", experts)
         self.dispatcher = Dispatcher(config, ep_mesh, name=type(experts).__name__)  # until attach knows its path
         self.slices = BatchSlice(tp_mesh.get_group())
         self.drift: Tensor | None = None  # of the routing that comes next, if it is replayed
@@ -54,10 +64,12 @@ class ExpertParallel:
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Run the experts on the batch of this rank (T, D), with global ids and weights (T, K)."""
+        _check_implementation(self._experts, self.dispatcher.config)  # a model may change it at any time
         drift, self.drift = self.drift, None
         shared = None if drift is None else self.slices.share(drift)
         routing = Routing(self.slices.cut(top_k_index), self.slices.take(top_k_weights), shared)
-        y_TD = _through(self.dispatcher, self._run, self._experts, self.slices.take(hidden_states), routing)
+        with recorded_as_batch(self.dispatcher, hidden_states, Routing(top_k_index, top_k_weights)):
+            y_TD = _through(self.dispatcher, self._run, self._experts, self.slices.take(hidden_states), routing)
         return self.slices.put_together(y_TD, len(hidden_states))
 
     def _run(self, experts: Any, *rows: Tensor) -> Tensor:
@@ -105,7 +117,8 @@ class ExpertsFunction:
         """Run the experts on the batch of this rank (T, D), with global ids and weights (T, K)."""
         routing, self.drift = Routing(top_k_index, top_k_weights, self.drift), None
         dispatcher = self.dispatcher_of(experts)
-        return _through(dispatcher, self._implementation, self.local(experts), hidden_states, routing)
+        with recorded_as_batch(dispatcher, hidden_states, routing):
+            return _through(dispatcher, self._implementation, self.local(experts), hidden_states, routing)
 
     def local(self, experts: nn.Module) -> Any:
         """Return the module, or a view of it with the experts of this rank. Raise ConfigError if it lacks any."""
@@ -115,7 +128,7 @@ class ExpertsFunction:
         _check_held_experts(experts, self.dispatcher.config, self.ranks.size, held=held)
         local = total // self.ranks.size
         own = slice(self.ranks.rank * local, (self.ranks.rank + 1) * local)
-        weights = {name: weight[own] for name, weight in experts.named_parameters(recurse=False)}
+        weights = {name: weight[own] for name, weight in stacked_weights(experts).items()}
         return view_of(experts, weights, num_experts=local)
 
 
@@ -136,6 +149,17 @@ def _check_held_experts(experts: nn.Module, config: DispatcherConfig, ep_size: i
         check_agreement(where, config.model_dump(), shape_said(experts.config), experts.config)
 
 
+def _check_implementation(experts: nn.Module, config: DispatcherConfig) -> None:
+    """Raise ConfigError if the experts function that the model has set cannot run the rows of a dispatch."""
+    name = getattr(getattr(experts, "config", None), "_experts_implementation", None) or _LOOP
+    if config.graph_safe and name == _LOOP:
+        raise ConfigError(
+            f"register: {type(experts).__name__} must have an experts_implementation of fixed shapes with "
+            f"graph_safe=True, got {name!r}, a loop that reads the routing on the host, and gives experts without rows "
+            "no gradient. Load the model with experts_implementation='grouped_mm'."
+        )
+
+
 def _held(experts: nn.Module) -> int:
     held: Any = experts.num_experts
     return int(held)
@@ -150,8 +174,9 @@ def _through(
     """
     config = dispatcher.config
     own = own_weights("moe_dispatch experts", experts) if has_spare_slots(config) else {}
-    if config.chunk_recompute:  # transformers puts local tensors in the place of DTensors, but not in the backward
-        experts = view_of(experts, {})
+    if config.chunk_recompute:
+        # transformers puts local tensors in the place of DTensors, and PEFT adds adapters, but not in the backward.
+        experts = view_of(experts, stacked_weights(experts))
 
     def run(part: Dispatched, *weights: Tensor) -> Tensor:
         if weights:
@@ -174,6 +199,22 @@ def _run(forward: ExpertsForward, experts: Any, config: DispatcherConfig, sent: 
         rows_RD = F.pad(rows_RD, (0, 0, 0, 1))
     positions_R = torch.arange(len(rows_RD), dtype=torch.int32, device=rows_RD.device)
     ids_R = torch.zeros_like(positions_R) if lacks_rows else torch.searchsorted(sent.offs, positions_R, right=True)
-    weights_R = sent.weights if config.weights == "experts" and not lacks_rows else torch.ones_like(rows_RD[:, 0])
+    # transformers' functions expect the weight 0 where the id is L.
+    weights_R = sent.weights if config.weights == "experts" and not lacks_rows else ids_R < len(sent.tokens_per_expert)
     y_RD = forward(experts, rows_RD, ids_R.to(torch.int64).unsqueeze(1), weights_R.to(rows_RD.dtype).unsqueeze(1))
+    _check_backward(experts, rows_RD, y_RD)
     return y_RD[: len(sent.rows)]
+
+
+def _check_backward(experts: Any, rows_RD: Tensor, y_RD: Tensor) -> None:
+    """Raise StateError if experts that are trained gave an output without a backward: nothing would be trained."""
+    if torch.is_grad_enabled() and not y_RD.requires_grad:
+        trained = [name for name, parameter in experts.named_parameters() if parameter.requires_grad]
+        if trained or rows_RD.requires_grad:
+            name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+            what = trained[0] if trained else "its input"
+            raise StateError(
+                f"moe_dispatch experts: experts_implementation={name!r} must have a backward, because {what} of "
+                f"{type(experts).__name__} needs a gradient, got outputs without one. Set another "
+                "experts_implementation to train, or run the model under torch.no_grad()."
+            )

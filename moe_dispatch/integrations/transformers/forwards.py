@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
@@ -18,20 +18,40 @@ from torch import Tensor, nn
 
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
-from moe_dispatch.errors import LayoutError, StateError
+from moe_dispatch.errors import ConfigError, LayoutError, StateError
 from moe_dispatch.integrations.transformers.batch_slice import BatchSlice
 from moe_dispatch.layouts import Layout, Masked, Rows
 from moe_dispatch.replay import Cut
-from moe_dispatch.types import Plan
+from moe_dispatch.types import Plan, Routing
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunningForward:
+    """A forward of a module that takes a batch of B sequences with S positions.
+
+    Attributes:
+        module: The module.
+        plan: Plan for the rows that this rank sends.
+        layout: Layout of all rows of the batch, of which this rank may send a slice.
+        shape: B and S.
+    """
+
+    module: nn.Module
+    plan: Plan
+    layout: Layout
+    shape: tuple[int, int]
+
 
 # A module inside another module may have its own plan. The last plan applies.
-_Plans = tuple[tuple[nn.Module, Plan], ...]
+_Plans = tuple[RunningForward, ...]
 _PLANS: ContextVar[_Plans] = ContextVar("moe_dispatch_plans", default=())
 
 # Each RoutingReplay has its own cut. The last cut of a replay applies.
 _Cuts = tuple[tuple[object, Cut], ...]
 _CUTS: ContextVar[_Cuts] = ContextVar("moe_dispatch_cuts", default=())
 
+WRAPPED = "base_layer"  # PEFT's name of a module inside an adapter
 # Attributes that hold a checkpointing function: in transformers' layers, and in torch's CheckpointWrapper.
 _CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
@@ -44,7 +64,32 @@ def plan_in_force(config: DispatcherConfig) -> Plan | None:
             "moe_dispatch experts: they must be called in a forward of a model that was given to attach, got a call "
             "outside such a forward. Call attach(model) after loading it; checkpoint layers with transformers' switch."
         )
-    return plans[-1][1] if plans else None
+    return plans[-1].plan if plans else None
+
+
+@contextmanager
+def recorded_as_batch(dispatcher: Dispatcher, x_TD: Tensor, routing: Routing) -> Iterator[None]:
+    """Let a ``RoutingTable`` record the dispatch of the block as one of B sequences, though its rows are flat.
+
+    Args:
+        dispatcher: Dispatcher of the layer.
+        x_TD: All rows of the batch. Ranks of a tensor-parallel group, which dispatch slices of them, record all.
+        routing: Routing of all rows.
+    """
+    channel, plans = dispatcher._channel, _PLANS.get()
+    recorder = channel.recorder
+    if recorder is None or not recorder.by_position or not plans:
+        yield
+        return
+    forward = plans[-1]
+    batch = x_TD.view(*forward.shape, x_TD.shape[1])
+    recorder.check(batch, forward.layout)
+    channel.recorder = None
+    try:
+        yield
+    finally:
+        channel.recorder = recorder
+    recorder.note(dispatcher._lease, dispatcher.name, batch, routing, forward.layout)
 
 
 def cut_in_force(replay: object) -> Cut | None:
@@ -71,29 +116,46 @@ class PlanBeforeForward:
         parameters: Names of the parameters of the module's forward, in order.
         dispatcher: Dispatcher of one of its experts modules; all of them share one channel.
         slices: Slices of the batch, of which this rank sends one.
+        sharded: The modules whose weights transformers has sharded, each with its parent and its name there.
     """
 
     parameters: tuple[str, ...]
     dispatcher: Dispatcher
     slices: BatchSlice
+    sharded: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for parent, name, experts in self.sharded:
+            check_unwrapped(parent, name, experts)
         call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         positions = _positions_of(call)
-        num_rows = positions.shape[0] * positions.shape[1]
+        batch, length = positions.shape[:2]
+        layout, num_rows = layout_of(call), batch * length
         start, stop = self.slices.span(num_rows)
         # It stands for the rows of a later dispatch: the plan needs only their number and device.
         like = torch.empty(stop - start, 0, device=positions.device)
-        plan = self.dispatcher.plan(self.slices.layout(layout_of(call), num_rows), like=like)
+        plan = self.dispatcher.plan(self.slices.layout(layout, num_rows), like=like)
         if torch.is_grad_enabled() and module.training:
             keep_in_checkpoints(module)
-        _PLANS.set((*_PLANS.get(), (module, plan)))
+        forward = RunningForward(module=module, plan=plan, layout=layout, shape=(batch, length))
+        _PLANS.set((*_PLANS.get(), forward))
+
+
+def check_unwrapped(parent: nn.Module, name: str, experts: nn.Module) -> None:
+    """Raise ConfigError if an adapter stands around experts with sharded weights."""
+    wrapper = parent if name == WRAPPED else getattr(parent, name)
+    if hasattr(wrapper, WRAPPED):
+        raise ConfigError(
+            f"attach: experts that DistributedConfig has sharded cannot have adapters, got {type(experts).__name__} "
+            f"inside of {type(wrapper).__name__}. LoRA on stacked experts needs whole weights: leave ep_size out, and "
+            "wire them by register(config, group=...) and set_experts_implementation."
+        )
 
 
 def end_plan(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Drop the plan. This forward hook of the module also runs if the forward or a pre-hook raised."""
     plans = _PLANS.get()
-    if plans and plans[-1][0] is module:
+    if plans and plans[-1].module is module:
         _PLANS.set(plans[:-1])
 
 

@@ -12,7 +12,7 @@ from moe_dispatch.errors import ConfigError
 _NAMES = {
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
-    "hidden_size": ("hidden_size",),
+    "hidden_size": ("moe_hidden_size", "moe_latent_size", "hidden_size"),  # experts may be narrower than the model
 }
 
 

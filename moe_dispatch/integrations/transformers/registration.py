@@ -16,7 +16,7 @@ from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError, IntegrationError
 from moe_dispatch.integrations.checks import check_version, refuse_quantised_rows
 from moe_dispatch.integrations.transformers.experts import WIRED, ExpertParallel, ExpertsFunction
-from moe_dispatch.integrations.transformers.forwards import PlanBeforeForward, end_plan
+from moe_dispatch.integrations.transformers.forwards import PlanBeforeForward, check_unwrapped, end_plan
 
 
 @final
@@ -78,17 +78,30 @@ def attach(model: nn.Module) -> None:
     errors, metrics and traces show.
 
     Raises:
-        ConfigError: The model has no MoE layers, none of them is wired, or no module around them takes the mask.
+        ConfigError: The model has no MoE layers, none of them is wired, or no module around them takes the mask. Or an
+            adapter stands around experts with sharded weights; this is also raised in a forward.
     """
     for name, (experts, wiring) in _wired_experts(model).items():
         wiring.give_name(experts, name)
-        owner = _module_with_mask(model, name)
-        if not any(isinstance(hook, PlanBeforeForward) for hook in owner._forward_pre_hooks.values()):
+        owner = module_with_mask(model, name)
+        if owner is None:
+            raise ConfigError(
+                "attach: a module around the experts must take attention_mask and inputs_embeds, got "
+                f"{type(model).__name__} without such a module. Pass the whole model to attach."
+            )
+        before = next((hook for hook in owner._forward_pre_hooks.values() if isinstance(hook, PlanBeforeForward)), None)
+        if before is None:
             parameters = tuple(inspect.signature(owner.forward).parameters)
             dispatcher = wiring.dispatcher_of(experts)
             before = PlanBeforeForward(parameters=parameters, dispatcher=dispatcher, slices=wiring.slices)
             owner.register_forward_pre_hook(before, with_kwargs=True)
             owner.register_forward_hook(end_plan, always_call=True)
+        if isinstance(wiring, ExpertParallel):
+            path, _, last = name.rpartition(".")
+            place = (model.get_submodule(path), last, experts)
+            check_unwrapped(*place)
+            if place not in before.sharded:
+                before.sharded.append(place)
 
 
 def dispatchers_of(model: nn.Module) -> dict[str, Dispatcher]:
@@ -154,17 +167,14 @@ def wiring_of(experts: Any) -> ExpertParallel | ExpertsFunction | None:
     return function if isinstance(function, ExpertsFunction) else None
 
 
-def _module_with_mask(model: nn.Module, name: str) -> nn.Module:
-    """Return the nearest module around the experts whose forward takes the batch and its mask."""
+def module_with_mask(model: nn.Module, name: str) -> nn.Module | None:
+    """Return the nearest module around the experts whose forward takes the batch and its mask; None without one."""
     while name:
         name = name.rpartition(".")[0]
         module = model.get_submodule(name)
         if {"attention_mask", "inputs_embeds"} <= set(inspect.signature(module.forward).parameters):
             return module
-    raise ConfigError(
-        f"attach: a module around the experts must take attention_mask and inputs_embeds, got {type(model).__name__} "
-        "without such a module. Pass the whole model to attach."
-    )
+    return None
 
 
 def _experts_functions() -> Any:

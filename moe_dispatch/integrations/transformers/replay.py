@@ -16,8 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moe_dispatch.errors import ConfigError, StateError
-from moe_dispatch.integrations.transformers.forwards import cut_for_forwards, cut_in_force, keep_in_checkpoints
-from moe_dispatch.integrations.transformers.registration import experts_of, wiring_of
+from moe_dispatch.integrations.transformers.forwards import (
+    WRAPPED,
+    cut_for_forwards,
+    cut_in_force,
+    keep_in_checkpoints,
+)
+from moe_dispatch.integrations.transformers.registration import experts_of, module_with_mask, wiring_of
 from moe_dispatch.replay import Cut, replayed
 from moe_dispatch.replay.entries import NOWHERE, UNKNOWN
 
@@ -37,17 +42,22 @@ class RoutingReplay:
 
     Raises:
         ConfigError: The model has no MoE layers, a router is not called ``gate`` or ``router``, or a router sets the
-            scores of experts to 0 before it chooses.
+            scores of experts to 0 before it chooses. Raised in a forward if a layer runs a second time in it.
 
     Cost: each router computes its own choice too.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        found = experts_of("RoutingReplay", model)
         self._layers = [
             _Layer(self, number, *_router_beside(model, name), experts)
-            for number, (name, experts) in enumerate(experts_of("RoutingReplay", model).items())
+            for number, (name, experts) in enumerate(found.items())
         ]
+        self.ran: set[int] | None = None  # the layers that have run, inside of a forward of the module that holds them
+        owners = dict.fromkeys(owner for name in found if (owner := module_with_mask(model, name)) is not None)
+        self._hooks = [owner.register_forward_pre_hook(self._begin) for owner in owners]
+        self._hooks += [owner.register_forward_hook(self._end, always_call=True) for owner in owners]
 
     @contextmanager
     def micro_batch(self, cut: Cut) -> Iterator[None]:
@@ -70,8 +80,16 @@ class RoutingReplay:
 
     def close(self) -> None:
         """Let the routers choose on their own again."""
+        for hook in self._hooks:
+            hook.remove()
         for layer in self._layers:
             layer.close()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self.ran = set()
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.ran = None
 
 
 @final
@@ -98,6 +116,15 @@ class _Layer:
                 f"RoutingReplay: forward() of {self._name} was called outside `with replay.micro_batch(...)`. Wrap the "
                 "forward in it, checkpoint layers with transformers' switch, or call replay.close()."
             )
+        ran = self._replay.ran
+        if ran is not None and torch._C._current_graph_task_id() == -1:  # else a backward recomputes the layer
+            if self._number in ran:
+                raise ConfigError(
+                    f"RoutingReplay: {self._name} must run once in a forward, got a second run. A table has one entry "
+                    "for each layer and position, so a model that repeats its layers cannot replay one. Call replayed "
+                    "in a block of your own."
+                )
+            ran.add(self._number)
         self._choice = _Choice(cut, self._number)
         self._choice.__enter__()  # type: ignore[no-untyped-call]
 
@@ -161,6 +188,8 @@ class _Choice(TorchFunctionMode):
 
 def _router_beside(model: nn.Module, experts: str) -> tuple[str, nn.Module]:
     """Return the router that belongs to an experts module, and its path."""
+    while experts.endswith(f".{WRAPPED}"):  # an adapter stands around the experts
+        experts = experts.removesuffix(f".{WRAPPED}")
     path = experts.rpartition(".")[0]
     owner = model.get_submodule(path)
     found = [(name, module) for name, module in owner.named_children() if name in _ROUTERS]

@@ -267,6 +267,12 @@ def test_what_is_not_installed_or_does_not_tell(monkeypatch: pytest.MonkeyPatch)
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"size": 8, "nodes": 3}, r"plan: ep \(8\) must be divisible by nodes \(3\)\. Give the number of nodes"),
     ({"source": recorded(mixed_ids(4))}, r"plan: a recorded routing decides the rows of a rank\. Leave out --tokens"),
+    (
+        {"size": 2**10, "fields": {"num_experts": 2**13}},
+        r"ep \(1024\) times num_experts \(8192\) must be at most 4194304",
+    ),
+    ({"size": 4, "tokens": 2**29}, r"tokens x ep x top_k must be at most 268435456, got \d+ for 536870912 tokens"),
+    ({"size": 4, "tokens": 2**24, "fields": {"num_experts": 2**10}}, r"tokens x ep x num_experts must be at most"),
     ({"fields": {"max_tokens_per_rank": 5}}, r"a rank must bring at most max_tokens_per_rank \(5\) rows, got 24\."),
 ]
 

@@ -128,6 +128,8 @@ def test_a_config_of_ours(ending: str, tmp_path: Path) -> None:
         ({**QWEN3, "num_experts_per_tok": None}, r"under num_experts_per_tok or .*, got None"),
         ({**QWEN3, "hidden_size": "2048"}, r"under hidden_size or d_model, got '2048'"),
         ({**ERNIE, "moe_num_experts": [64, 32]}, r"under num_experts or .*, got \[64, 32\]"),
+        ({**QWEN3, "num_hidden_layers": 10**9}, r"must have at most 65536 layers, got 1000000000\. Give --layers"),
+        ({**QWEN3, "mlp_layer_types": ["sparse"]}, r"must say for each of 48 layers whether it has experts.*Give"),
         ({**QWEN3, "num_hidden_layers": 0}, r"under num_hidden_layers or .*, got 0"),
         ({**QWEN3, "mlp_only_layers": [*range(48)]}, r"must have a layer with experts, got none of 48\. Give"),
         ({**QWEN3, "torch_dtype": "int8"}, r"plan: dtype must be one of bfloat16, float16, float32, got 'int8'\. Give"),

@@ -13,7 +13,15 @@ import torch.distributed as dist
 
 from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
 from tests.integration.transformers.models import BATCHES, PROMPTS, Batch, build
-from tests.integration.transformers.wiring import Gradients, gradients, largest_error, loss_of, targets, unsharded
+from tests.integration.transformers.wiring import (
+    Gradients,
+    gradients,
+    largest_error,
+    loss_of,
+    targets,
+    unsharded,
+    with_lora,
+)
 
 OURS, THEIRS = "moe_dispatch", "all_to_all"
 BALANCED: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}  # copies also for these few rows
@@ -151,6 +159,26 @@ def without_registry(case: Case, rank: int) -> dict[str, float]:
         dist.all_reduce(parameter.grad)
     wanted = _unsharded(case.family, BATCHES, case.dtype)[1]
     return {"gradients": largest_error(gradients(model), wanted), **_difference(_counts(case, model), before)}
+
+
+def lora(case: Case, rank: int) -> dict[str, float]:
+    """As ``without_registry``, for a model of PEFT. Each rank trains the adapters of its share of the experts."""
+    model = build(case.family)
+    config = config_for(model.config, backend=case.backend, **case.fields)
+    register(config, group=dist.group.WORLD, name=f"lora-{config.digest}")
+    model.set_experts_implementation(f"lora-{config.digest}")
+    attach(model)
+    model = with_lora(model).train()
+    before = _counts(case, model)
+    loss_of(model, BATCHES[rank], targets(*BATCHES)).backward()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            dist.all_reduce(parameter.grad)
+    dense = with_lora(build(case.family)).train()
+    for batch in BATCHES:
+        loss_of(dense, batch, targets(*BATCHES)).backward()
+    errors = {"gradients": largest_error(gradients(model), gradients(dense))}
+    return {**errors, **_difference(_counts(case, model), before)}
 
 
 def round_trip(case: Case, rank: int) -> dict[str, Any]:

@@ -103,8 +103,17 @@ def draw_table(layers: int) -> RoutingTable:
 
 def cut_of(table: RoutingTable, number: int, step: int = 0) -> Cut:
     mask = BATCHES[number].attention_mask
-    names = [f"{number}.{row}" for row in range(len(mask))]
-    return table.cut(Masked(mask.flatten() != 0), names, like=(*mask.shape, HIDDEN), step=step)
+    return table.cut(Masked(mask.flatten() != 0), names_of(number), like=(*mask.shape, HIDDEN), step=step)
+
+
+def names_of(number: int) -> list[str]:
+    return [f"{number}.{row}" for row in range(len(BATCHES[number].attention_mask))]
+
+
+def differences(recorded_SLK: Tensor, replayed_SLK: Tensor) -> int:
+    """Ids that were replayed and are not those that were recorded, and entries that were not recorded."""
+    known = replayed_SLK != -2
+    return int((recorded_SLK != replayed_SLK)[known].sum()) + int((recorded_SLK < 0).sum())
 
 
 def experts_of(model: Any) -> list[str]:
@@ -189,8 +198,11 @@ def on_two_ranks(case: Case, rank: int) -> dict[str, float]:
     table = draw_table(len(experts_of(model)))
     before = drift_of(model, gather=True)
     mine = numbers[case.mesh.batch_of(rank)]
-    with RoutingReplay(model).micro_batch(cut_of(table, mine)):
-        loss = loss_of(model, BATCHES[mine], targets(*chosen(numbers)))
+    with RoutingTable.record(list(dispatchers_of(model).values())) as recording:
+        recording.micro_batch(names_of(mine))
+        with RoutingReplay(model).micro_batch(cut_of(table, mine)):
+            loss = loss_of(model, BATCHES[mine], targets(*chosen(numbers)))
+    recorded = recording.table()
     (loss * case.mesh.fsdp).backward()  # FSDP takes the mean over batches
     total = loss.detach().clone()
     dist.all_reduce(total)
@@ -201,4 +213,5 @@ def on_two_ranks(case: Case, rank: int) -> dict[str, float]:
         "gradients": largest_error(gradients(model), wanted_gradients),
         "drifted": after[0] - before[0] - counts[0],
         "replayed": after[1] - before[1] - counts[1],
+        "recorded": sum(differences(recorded.entries(name), table.entries(name)) for name in names_of(mine)),
     }

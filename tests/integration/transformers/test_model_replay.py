@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_dispatch.errors import ConfigError, InputError, StateError
-from moe_dispatch.integrations.transformers import RoutingReplay, attach, config_for, register
+from moe_dispatch.integrations.transformers import RoutingReplay, attach, config_for, dispatchers_of, register
 from moe_dispatch.layouts import BSHD
 from moe_dispatch.replay import RoutingTable
 from moe_dispatch_testing.ranks import run_processes
@@ -27,10 +27,19 @@ from tests.integration.transformers.replaying import (
     draw_table,
     drift_of,
     experts_of,
+    names_of,
     on_two_ranks,
     replay_losses,
 )
-from tests.integration.transformers.wiring import gradients, largest_error, loss_of, registered, targets, wire
+from tests.integration.transformers.wiring import (
+    gradients,
+    largest_error,
+    loss_of,
+    registered,
+    targets,
+    wire,
+    with_lora,
+)
 
 FAMILY = "qwen3_moe"
 
@@ -118,7 +127,7 @@ def test_two_ranks_compute_what_the_forced_model_computes(ranks: list[dict[str, 
         assert not isinstance(of_rank[name], str), of_rank[name]
         assert of_rank[name].pop("loss") < 1e-5
         assert of_rank[name].pop("gradients") < 1e-4
-        assert of_rank[name] == {"drifted": 0, "replayed": 0}
+        assert of_rank[name] == {"drifted": 0, "replayed": 0, "recorded": 0}
 
 
 def test_a_closed_replay_leaves_the_model_as_it_was() -> None:
@@ -133,6 +142,29 @@ def test_a_closed_replay_leaves_the_model_as_it_was() -> None:
         loss_of(model, batch, targets(batch))
     replay.close()
     assert loss_of(model, batch, targets(batch)) == wanted
+
+
+def test_layers_that_run_twice_in_a_forward_are_neither_replayed_nor_recorded(mesh: DeviceMesh) -> None:
+    """A table has one entry for a layer and a position. Several forwards in one block are something else."""
+    model, batch = double(FAMILY), BATCHES[TWO[0]]
+    attach(wire(model, mesh, registered(model.config, name="replay-twice")))
+    table = draw_table(LAYERS)
+    replay = RoutingReplay(model)
+    with replay.micro_batch(cut_of(table, TWO[0])):
+        assert loss_of(model, batch, 1) == loss_of(model, batch, 1)
+    model.model.layers.append(model.model.layers[1])
+    model.config.num_hidden_layers += 1
+    with (
+        replay.micro_batch(cut_of(table, TWO[0])),
+        pytest.raises(ConfigError, match=r"layers\.1\.mlp\.gate \(Qwen.* must run once in a forward, got a second run"),
+    ):
+        loss_of(model, batch, 1)
+    replay.close()
+    with RoutingTable.record(list(dispatchers_of(model).values())) as recording:
+        recording.micro_batch(names_of(TWO[0]))
+        loss_of(model, batch, 1)
+    with pytest.raises(InputError, match=r"layer 1 \('model\.layers\.1\.mlp\.experts'\) must run once .* got 2 runs"):
+        recording.table()
 
 
 @pytest.mark.parametrize("change", ["num_experts", "top_k"])
@@ -190,6 +222,13 @@ def test_a_layer_without_a_router_of_a_known_name_is_refused() -> None:
         match=r"layers\.0\.mlp \(Qwen3MoeSparse.*\) must hold one module called gate or router, got experts",
     ):
         RoutingReplay(model)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_routers_beside_adapted_experts_are_found() -> None:
+    model, table = with_lora(double(FAMILY)), draw_table(LAYERS)
+    replay_losses(model, table, TWO)
+    table.check_used([name for number in TWO for name in names_of(number)])
 
 
 def test_a_model_without_experts_is_refused() -> None:

@@ -22,6 +22,8 @@ from tests.integration.transformers.wiring import (
     rows_real,
     targets,
     unsharded,
+    wire,
+    with_lora,
 )
 
 FAMILY = "qwen3_moe"
@@ -102,6 +104,61 @@ def test_experts_that_no_row_reaches_get_a_gradient(mesh: DeviceMesh) -> None:
     assert len(of_experts) == 2 * LAYERS
     assert all(not grad.any() for grad in of_experts.values())
     assert rows_real(model, TOP_K) == 0
+
+
+SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 32}
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_experts_with_biases_in_buffers_of_fixed_size(implementation: str, mesh: DeviceMesh) -> None:
+    """The slack and the padding of a buffer get biases too, which must reach no gradient. EMPTY has nothing else."""
+    model = ready("gpt_oss", mesh, name=f"biases-{implementation}", pad_multiple=4, **SAFE).train()
+    model.set_experts_implementation(implementation)
+    for batch in (EMPTY, LEFT):
+        loss_of(model, batch, targets(LEFT)).backward()
+        assert all(parameter.grad is not None for name, parameter in model.named_parameters() if ".experts." in name)
+    assert largest_error(gradients(model), unsharded("gpt_oss", (LEFT,))[1]) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_adapters_on_sharded_experts_are_refused(mesh: DeviceMesh) -> None:
+    told = r"sharded cannot have adapters, got Qwen3MoeExperts inside of ParamWrapper\. .* register\(config, group="
+    model = with_lora(ready(FAMILY, mesh, name="adapters"))
+    with pytest.raises(ConfigError, match=told):
+        loss_of(model, LEFT, 1)
+    model = with_lora(wire(build(FAMILY), mesh, "adapters"))
+    with pytest.raises(ConfigError, match=told):
+        attach(model)
+
+
+def test_a_loop_over_experts_is_refused_in_graph_safe_mode(mesh: DeviceMesh) -> None:
+    told = r"Qwen3MoeExperts must have an experts_implementation of fixed shapes with graph_safe=True, got 'eager'"
+    model = ready(FAMILY, mesh, name="loop", **SAFE)
+    model.set_experts_implementation("eager")
+    with pytest.raises(ConfigError, match=told):
+        loss_of(model, LEFT, 1)
+    model = build(FAMILY)
+    model.set_experts_implementation("eager")
+    with pytest.raises(ConfigError, match=told):
+        wire(model, mesh, "loop")
+
+
+def test_an_experts_function_without_a_backward_is_refused_in_training(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of DeepGEMM writes into buffers, and would train nothing without a word."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    function = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, "forward_only", lambda *rows: function(*rows).detach())
+    model = ready(FAMILY, mesh, name="forward-only")
+    model.set_experts_implementation("forward_only")
+    with pytest.raises(
+        StateError, match=r"experts_implementation='forward_only' must have a backward, .* gate_up_proj"
+    ):
+        loss_of(model, LEFT, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(loss_of(model, LEFT, 1), loss_of(build(FAMILY), LEFT, 1), rtol=1e-4, atol=1e-4)
 
 
 def test_generate_dispatches_new_tokens_and_no_padding(mesh: DeviceMesh) -> None:

@@ -21,6 +21,7 @@ from tests.integration.transformers.ranks import (
     Mesh,
     generate,
     indivisible,
+    lora,
     round_trip,
     run_cases,
     train,
@@ -78,6 +79,9 @@ GENERATE = {
 }
 OTHER: dict[str, tuple[Callable[[Case, int], Any], Case]] = {
     "function": (without_registry, Case(mesh=PLAIN)),
+    "lora": (lora, Case(family="gpt_oss", mesh=PLAIN)),
+    "lora, balanced": (lora, Case(mesh=PLAIN, fields=BALANCED)),
+    "lora, recomputed": (lora, Case(mesh=PLAIN, fields={"chunk_tokens": 4, "chunk_recompute": True})),
     "round trip": (round_trip, Case(mesh=PLAIN)),
     "indivisible": (indivisible, Case(mesh=PLAIN, changes={"num_experts": 6})),
 }
@@ -149,6 +153,15 @@ def test_experts_function_on_ranks_that_hold_all_experts(ranks: list[dict[str, A
         assert result["gradients"] < 1e-4
         assert result["skipped"] == padding
         assert result["slots"] == real * TOP_K
+
+
+@pytest.mark.parametrize("name", [name for name in OTHER if name.startswith("lora")])
+def test_adapters_on_stacked_experts_train_as_without_expert_parallelism(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    for result in results(ranks, name):
+        assert result["gradients"] < 1e-4
+        assert bool(result["fetches"]) == (name == "lora, balanced")
 
 
 def test_weights_and_their_names_stay_as_they_are(ranks: list[dict[str, Any]]) -> None:

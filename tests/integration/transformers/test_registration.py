@@ -50,6 +50,14 @@ def test_config_of_a_multimodal_model_is_that_of_its_text_part() -> None:
     assert config_for(Qwen3_5MoeConfig(text_config=text), backend="local") == config()
 
 
+def test_experts_may_be_narrower_than_the_model() -> None:
+    from transformers import MuseSparkTextConfig, NemotronHConfig
+
+    assert config_for(MuseSparkTextConfig(moe_hidden_size=48), backend="local").hidden_size == 48
+    assert config_for(NemotronHConfig(moe_latent_size=48), backend="local").hidden_size == 48
+    assert config_for(NemotronHConfig(hidden_size=64), backend="local").hidden_size == 64
+
+
 def test_config_that_disagrees_with_the_models() -> None:
     with pytest.raises(ConfigError, match=r"config_for: num_experts must be that of the model, got 16, and 8 in Qwen3"):
         config_for(config_of(FAMILY), num_experts=16)
@@ -166,11 +174,12 @@ def test_layers_have_dispatchers_with_their_names(how: str, mesh: DeviceMesh) ->
     assert list(dispatchers_of(model).values()) == list(dispatchers.values())
     assert [dispatcher.name for dispatcher in dispatchers.values()] == list(dispatchers)
     with RoutingTable.record(list(dispatchers.values())) as recording, torch.no_grad():
-        recording.micro_batch(["batch"])
+        recording.micro_batch(["a", "b"])
         loss_of(model, BATCHES[1], 1)
     table = recording.table()
     assert table.layers == tuple(range(LAYERS))
-    assert not torch.equal(table.entries("batch")[:, 0], table.entries("batch")[:, 1])
+    assert table.lengths == {"a": 7, "b": 3}
+    assert not torch.equal(table.entries("a")[:, 0], table.entries("a")[:, 1])
     next(iter(dispatchers.values())).close()
     with pytest.raises(StateError) as caught:
         loss_of(model, BATCHES[1], 1)

@@ -35,6 +35,20 @@ def ready(family: str, mesh: DeviceMesh, *, name: str, backend: Any = "local", *
     return model
 
 
+def with_lora(model: Any) -> Any:
+    """The model in PEFT, with LoRA on its stacked experts and on a plain linear layer, the same on every rank."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(11)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], target_parameters=names))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_B." in name:  # as initialised, it is 0
+                parameter.normal_(0, 0.2)
+    return adapted
+
+
 def loss_of(model: Any, batch: Batch, num_items: int) -> Tensor:
     """Cross entropy, summed over the batch's tokens and divided by ``num_items``."""
     loss: Tensor = model(
