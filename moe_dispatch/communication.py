@@ -30,7 +30,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,7 @@ class Alone:
         """Return at once."""
 
 
+Value = TypeVar("Value")
 Work = dist.Work | WatchedCall | Alone  # a collective that can be waited for
 
 guards: dict[dist.ProcessGroup | None, Callable[[str], None]] = {}
@@ -312,9 +313,8 @@ def raise_alike(
         refused, high, low, *highest = found
         if not refused and high == -low:
             return highest
-        mine = [_plain(facts), None if problem is None else _text(problem)]
-        everyone = enumerate(control.gather_json(mine, label=label))
-        texts = {rank: told for rank, told in everyone if told is not None}  # None: done in the block of join
+        mine = [_plain(facts), None if problem is None else text_of(problem)]
+        everyone = control.gather_json(mine, label=label)
     except Exception as failure:  # the peers are in another collective; this rank's own error matters more
         if problem is None:
             raise
@@ -323,10 +323,29 @@ def raise_alike(
         if unheard is not None:
             problem.add_note(f"The other ranks were not told: {unheard}")
         raise problem
-    if not refused:
-        _refuse_difference({rank: of_rank or {} for rank, (of_rank, _) in texts.items()}, of_call=of_call)
-    refusals = (f"rank {rank} refused: {text}" for rank, (_, text) in texts.items() if text is not None)
+    raise_told(everyone, of_call=of_call)
+
+
+def raise_told(told: Sequence[Any], *, of_call: bool) -> NoReturn:
+    """Raise the error of ranks that refuse, or else of the first fact that differs.
+
+    Args:
+        told: The facts of each rank, and the text of its error or None. None for a rank that is done in ``join``.
+        of_call: As in ``raise_alike``.
+    """
+    texts = {rank: of_rank for rank, of_rank in enumerate(told) if of_rank is not None}
+    refusals = [f"rank {rank} refused: {text}" for rank, (_, text) in texts.items() if text is not None]
+    if not refusals:
+        _refuse_difference({rank: facts or {} for rank, (facts, _) in texts.items()}, of_call=of_call)
     raise PeerError("; ".join(refusals) + " [MD08]")
+
+
+def ranks_by_value(values: Mapping[int, Value]) -> dict[Value, str]:
+    """Return a text such as "ranks 0, 2" for each value, from the values by rank."""
+    ranks: dict[Value, list[str]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(str(rank))
+    return {value: f"rank{'s' if len(these) > 1 else ''} {', '.join(these)}" for value, these in ranks.items()}
 
 
 def digest(facts: Mapping[str, Any]) -> int:
@@ -349,7 +368,7 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _text(problem: Exception) -> str:
+def text_of(problem: BaseException) -> str:
     """Return the text of an error for the peers. It starts with the type unless the error is our own."""
     if isinstance(problem, MoEDispatchError):
         return str(problem)

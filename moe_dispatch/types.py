@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -472,3 +472,10 @@ class InFlight:
     def wait(self) -> Dispatched:
         """Wait for the rows and return them. Call once: the autograd graph of the dispatch starts here."""
         return self.finish()
+
+    if not TYPE_CHECKING:  # a type checker shall refuse such attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Refuse what only ``Dispatched`` has."""
+            advice = f". Call wait(), which returns a Dispatched with {name}." if hasattr(Dispatched, name) else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{advice}")

@@ -41,6 +41,7 @@ from moe_dispatch.errors import ConfigError, LostPeerError
 
 logger = logging.getLogger("moe_dispatch")
 
+RAISED = "after an error of its own in"
 _HOST_ENDED, _OPEN = "moe_dispatch/watchdog/host_ended", "moe_dispatch/watchdog/open"
 
 
@@ -53,7 +54,7 @@ class WatchedCall:
         label: Phase, such as "counts" or "combine.backward".
         phase: Description, such as "counts of 'layers.3' (call 7)".
         nbytes: Bytes that the collective sends to other ranks.
-        state: "in" while the host is inside, "after starting" before ``wait``, or "after".
+        state: "in" while the host is inside, "after starting" before ``wait``, "after", or ``RAISED``.
         since: ``time.monotonic()`` of the last change of the state.
     """
 
@@ -67,6 +68,11 @@ class WatchedCall:
     def move(self, state: str) -> None:
         """Note that this rank enters or leaves the collective."""
         self.state, self.since = state, time.monotonic()
+
+    def leave(self) -> None:
+        """Note that this rank leaves the collective by an error of its own, such as Ctrl-C, which it may catch."""
+        self.move(RAISED)
+        self._watch.raised = self.phase
 
     def started(self, work: dist.Work, tensor: Tensor) -> WatchedCall:
         """Keep the handle of the collective on ``tensor``, and return the call."""
@@ -83,9 +89,12 @@ class WatchedCall:
         self.move("in")
         try:
             self._work.wait()
+            self.move("after")
         except RuntimeError as error:
             raise LostPeerError(self._watch.explain(self)) from error
-        self.move("after")
+        except BaseException:
+            self.leave()
+            raise
         del self._work  # it would keep the received rows in memory
         if self._on_cpu:
             self._watch.finished = self
@@ -109,6 +118,7 @@ class RankNote(NamedTuple):
         finished: Number of the last call that is known to have completed.
         finished_phase: Description of the last completed call.
         alive: Whether the beat counter grew while the notes were read.
+        raised: Description of the last call that the rank left by an error of its own; empty if there is none.
     """
 
     host: str
@@ -122,6 +132,7 @@ class RankNote(NamedTuple):
     finished: int
     finished_phase: str
     alive: bool = True
+    raised: str = ""
 
     @property
     def is_inside(self) -> bool:
@@ -144,6 +155,7 @@ class Watch:
         layer: Name of the dispatcher that makes the next calls.
         call: The last call that this rank started.
         finished: The last call that is known to have completed.
+        raised: Description of the last call that this rank left by an error of its own; empty if there is none.
 
     Cost: each rank makes one small write to the store and one or two reads a beat. A beat is a fifth of ``seconds``, at
     most a second.
@@ -151,7 +163,7 @@ class Watch:
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
         self.seconds = seconds
-        self.layer = ""
+        self.layer = self.raised = ""
         self.call = self.finished = WatchedCall(self, 0, "", 0)
         self._group = weakref.ref(group)
         self._rank, self._size = group.rank(), group.size()
@@ -183,7 +195,11 @@ class Watch:
         """Note that a collective on ``tensor`` begins, and start it with the time limit."""
         self.call = WatchedCall(self, self.call.number + 1, label, nbytes)
         options.timeout = datetime.timedelta(seconds=self.seconds)
-        return self.call.started(start(options), tensor)
+        try:
+            return self.call.started(start(options), tensor)
+        except BaseException:
+            self.call.leave()
+            raise
 
     def keep(self, call: WatchedCall) -> None:
         """Watch a collective that only a GPU waits for. If it hangs, the thread logs where each rank is."""
@@ -263,7 +279,8 @@ class Watch:
         self._beat += 1
         call, seconds = self.call, time.monotonic() - self.call.since
         of_call = (call.number, call.label, call.state, call.phase, seconds)
-        note = RankNote(self._host, self._beat, ended, *of_call, self.finished.number, self.finished.phase)
+        finished = self.finished.number, self.finished.phase
+        note = RankNote(self._host, self._beat, ended, *of_call, *finished, raised=self.raised)
         self._store.set(str(self._rank), json.dumps(note))
 
     def _read_twice(self) -> Notes:
@@ -310,8 +327,13 @@ class Watch:
         told = "; ".join(
             f"{self._ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {where}" for where, ranks in ranks_at.items()
         )
-        late = _late(notes)
-        if late and all((note := notes[rank]) and note.is_inside for rank in late):
+        late, inside = _late(notes), [rank for rank, note in enumerate(notes) if note and note.is_inside]
+        if len(late) > 1 and late == inside:
+            return (
+                f"{begin}, because the ranks make their calls in different orders: {told}. Nothing shows which of "
+                f"them is wrong: compare the calls of {self._ranks(late)}."
+            )
+        if late and {*late} <= {*inside}:
             told = f"the ranks make their calls in different orders: {told}"
         elif not late and (late := _came_last(notes, self.seconds / 2)):
             told = f"{self._ranks(late)} came long after the first rank, and now {told}"
@@ -338,17 +360,21 @@ def _late(notes: Notes) -> list[int]:
     """Return the ranks to look at first.
 
     These are the ranks in another collective with the same number; else the ranks that are gone, ended or elsewhere;
-    else the ranks in a collective with another number; else the ranks in a collective of another dispatcher.
+    else the ranks in a collective with another number; else the ranks in a collective of another dispatcher. Another
+    collective is one that is not the most frequent. If several are, these are the ranks that left an earlier collective
+    by an error of their own; else all ranks in a collective.
     """
     inside = {rank: note for rank, note in enumerate(notes) if note and note.is_inside}
     gone = [rank for rank, note in enumerate(notes) if note is None or not note.alive]
     elsewhere = {rank: note for rank, note in enumerate(notes) if note and note.state != "in"}
     ended = [rank for rank, note in elsewhere.items() if note.ended]
-    astray = _minority({rank: (note.number, note.label) for rank, note in inside.items()})
+    places = {rank: (note.number, note.label) for rank, note in inside.items()}
+    astray = _minority(places)
+    if not astray and len({*places.values()}) > 1:
+        astray = [rank for rank, note in inside.items() if note.raised] or [*inside]
     same_number = len({note.number for note in inside.values()}) == 1
     # Names of dispatchers may differ between ranks, so they count last, and only against a majority.
-    phases = {rank: note.phase for rank, note in inside.items()}
-    renamed = _minority(phases) if len(set(phases.values())) < len(phases) else []
+    renamed = _minority({rank: note.phase for rank, note in inside.items()})
     return (astray if same_number else []) or gone or ended or [*elsewhere] or astray or renamed
 
 
@@ -359,8 +385,10 @@ def _came_last(notes: Notes, gap: float) -> list[int]:
 
 
 def _minority(values: Mapping[int, object]) -> list[int]:
-    """Return the ranks whose value is not the most frequent one."""
-    common = Counter(values.values()).most_common(1)
+    """Return the ranks whose value is not the most frequent one; none if several values are."""
+    common = Counter(values.values()).most_common(2)
+    if len(common) > 1 and common[0][1] == common[1][1]:
+        return []
     return [rank for rank, value in values.items() if value != common[0][0]]
 
 
@@ -378,7 +406,7 @@ def _whereabouts(note: RankNote | None, finished: RankNote) -> str:
     if not note.number:
         where = "before its first call"
     elif note.state == "in":
-        where = f"in {note.phase}"
+        where = f"in {note.phase}{f', {RAISED} {note.raised}' if note.raised else ''}"
     else:
         where = f"elsewhere for {note.seconds:.0f} s {note.state} {note.phase}"
     if note.ended:

@@ -26,10 +26,15 @@ class Once(TyperCommand):
     """A command that refuses an option that is given twice, instead of using the last one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = [arg.partition("=")[0] for arg in args]
+        given = [arg.partition("=") for arg in args]
         for param in self.params:
-            if not getattr(param, "multiple", True) and sum(map(given.count, param.opts)) > 1:
-                raise typer.BadParameter(f"{param.opts[0]} is given more than once.", ctx=ctx)
+            at = [at for at, (name, *_) in enumerate(given) if name in param.opts]
+            if not getattr(param, "multiple", True) and len(at) > 1:
+                told = f"{param.opts[0]} is given more than once."
+                if str(param.metavar).endswith("S"):  # SIZES, NAMES: values with commas between
+                    values = (given[one][2] or "".join(args[one + 1 : one + 2]) for one in at)
+                    told += f" Write {param.opts[0]} {','.join(values)}."
+                raise typer.BadParameter(told, ctx=ctx)
         return super().parse_args(ctx, args)
 
 

@@ -32,6 +32,11 @@ def line(text: str = "", *, mark: str = "", indent: int = 0) -> None:
     Console().print(" " * indent + shown + escape(text), highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """Return a number with its noun: ``one``, or ``many``, which is ``one`` with an s unless it is given."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], *, caption: str = "", text_columns: int = 1) -> None:
     """Print a table without breaking its cells; a terminal breaks the lines of a table that is too wide for it.
 

@@ -139,8 +139,8 @@ def start(
     recorded: bool,
     wants_weights: bool = True,
     lease: Lease | None = None,
-    layer: int = -1,
     async_op: bool = False,
+    layer: int = -1,
 ) -> Departed:
     """Clean the ids, settle the sizes if the plan has none, pad, and start to send.
 
@@ -162,8 +162,8 @@ def start(
         recorded: Whether the call records gradients.
         wants_weights: Whether the weights of the model require grad; in compiled code, True.
         lease: Lease of the dispatcher; None if an operator makes the dispatch.
-        layer: Number of the layer for the meter; -1 in compiled code.
         async_op: Whether the caller does other work before ``finish``.
+        layer: Number of the layer for the meter; -1 in compiled code.
 
     Raises:
         InputError: An id is invalid; or the ranks exchange counts, and another rank makes a different call.

@@ -127,9 +127,9 @@ def plan_balance(channel: Channel, ids_TK: Tensor) -> tuple[ExpertPlacement | Ex
         counts_E = count_experts(ids_TK, config.num_experts)
         mine = torch.tensor([len(ids_TK), *read_host(counts_E)], dtype=torch.int64, device="cpu")
         everyone = channel.control.gather_tensor(mine, label="balance")
-        if bool((everyone[:, 0] == REFUSED).any()):
+        if refusing := [rank for rank, count in enumerate(everyone[:, 0].tolist()) if count == REFUSED]:
             raise_alike(channel.control, None, label="refusal")
-            raise PeerError("Dispatcher.dispatch: another rank refused its call.")
+            raise PeerError(f"Dispatcher.dispatch: ranks {refusing} refused their call.")
         if config.balance == EXACT:
             planner = channel.planner(ids_TK.device)
             plan, is_uneven = planner.on_host(everyone[:, 1:])

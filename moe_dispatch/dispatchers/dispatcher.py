@@ -261,8 +261,8 @@ class Dispatcher(nn.Module):
                         recorded=recorded,
                         wants_weights=routing.topk_weights.requires_grad,
                         lease=lease,
-                        layer=lease.layer,
                         async_op=async_op,
+                        layer=lease.layer,
                     )
                     if routing.drift is not None:
                         channel.meter.record_drift(self.name, routing.drift)
@@ -361,8 +361,8 @@ class Dispatcher(nn.Module):
         Returns:
             A tensor in the shape and the dtype of the x that was dispatched. Rows that hold no token or that no expert
             received are zero. Sums are accumulated in ``max(float32, dtype)``. ``local``, ``allgather`` and
-            ``alltoall`` with ``reduction="exact"`` round only the total; ``alltoall`` and ``deepep`` also round the
-            partial sum of each rank, and ``hybridep`` every weighted row.
+            ``alltoall`` with ``reduction="exact"`` round only the total to the dtype of x; ``alltoall`` and ``deepep``
+            also round the partial sum of each rank, and ``hybridep`` every weighted row.
 
         Raises:
             InputError: The shape, dtype or device of ``rows`` does not fit.

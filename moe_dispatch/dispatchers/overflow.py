@@ -11,7 +11,7 @@ from typing import TypeVar, final
 import torch
 
 from moe_dispatch.backends.capacity import balanced_pair_rows, balanced_rows, grown
-from moe_dispatch.communication import Communicator, raise_alike
+from moe_dispatch.communication import Communicator, raise_alike, ranks_by_value
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.errors import CapacityError, InputError, StateError
 from moe_dispatch.types import Capacity
@@ -84,13 +84,18 @@ def check(channel: Channel) -> RequiredCapacity:
 
 
 def _invalid_ids(verb: str, channel: Channel, needed: RequiredCapacity) -> InputError | None:
-    """Return the error for invalid ids, and reset their mark; None if there were none. It is the same on every rank."""
+    """Return the error for invalid ids, and reset their mark; None if there were none. It is the same on every rank.
+
+    Collective if there were some, to name the ranks that had them.
+    """
     if not needed.invalid_ids:
         return None
+    everyone = channel.control.gather_integers(channel.meter.needs()[2:], label="capacity")
+    ranks = ranks_by_value({rank: "invalid" for rank, (count,) in enumerate(everyone) if count})["invalid"]
     channel.meter.forget_invalid_ids()
     return InputError(
         f"Dispatcher.{verb}: topk_ids must lie in -1..{channel.config.num_experts - 1}, got up to {needed.invalid_ids} "
-        "invalid ids in one dispatch of one rank. Their slots went nowhere. Check the router."
+        f"invalid ids in one dispatch of {ranks}. Their slots went nowhere. Check the router."
     )
 
 

@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived, Backend, Route
-from moe_dispatch.communication import Communicator, control_device, guards, raise_alike, read_host
+from moe_dispatch.communication import (
+    Communicator,
+    control_device,
+    guards,
+    raise_alike,
+    raise_told,
+    ranks_by_value,
+    read_host,
+    text_of,
+)
 from moe_dispatch.dispatchers import channel as channels
 from moe_dispatch.dispatchers.autograd import Departed
 from moe_dispatch.dispatchers.balancing import device_of_tables
@@ -39,9 +48,21 @@ _of_thread = threading.local()
 _NOTHING = -(2**61)  # what a rank adds to a maximum that it does not take part in
 _DTYPES = sorted(ROW_DTYPES, key=str)
 _ANSWERED = ("sizes", "debug", "refusal")  # labels of what a dispatch exchanges on the control group
-# What comes next. A rank that fails says so in place of its next exchange, and the highest number wins.
+# The first number of a message: what comes next. A rank that fails says so in place of its next exchange, and the
+# highest number wins.
 _REFUSE, _MAX, _RESERVE, _START, _FINISH, _COMBINE, _COMBINE_BACKWARD, _DISPATCH_BACKWARD, _TEXTS, _FAILED = range(10)
 _FOLLOWING = (_FINISH, _COMBINE, _COMBINE_BACKWARD, _DISPATCH_BACKWARD)  # the start of a dispatch
+_NAMES = {
+    _REFUSE: "a refused call in place of {}",
+    _MAX: "the exchange of sizes before {}",
+    _RESERVE: "the growth of buffers before {}",
+    _START: "{}",
+    _FINISH: "the wait() of {}",
+    _COMBINE: "the combine of {}",
+    _COMBINE_BACKWARD: "the backward of the combine of {}",
+    _DISPATCH_BACKWARD: "the backward of {}",
+    _TEXTS: "a refused call",
+}
 
 
 @contextmanager
@@ -65,16 +86,16 @@ def join(layers: Iterable[Dispatcher] | Mapping[Dispatcher, Experts]) -> Iterato
         ConfigError: A layer is no dispatcher; or the block is inside of another join; or the layers are incomplete or
             of several groups; or a config has ``graph_safe`` or expert slots. Raised on every rank that does not raise
             another error; what is no dispatcher, only where it is passed.
-        InputError: The layers or their order differ between ranks, or two ranks make different calls in the block.
-            Raised on every rank.
+        InputError: The layers or their order differ between ranks; or ranks make different calls in the block, and the
+            error has each call with its ranks. Raised on every rank.
         StateError: A dispatcher is closed; or a call in the block is compiled, sends rows ``again``, differentiates one
             dispatch twice, or is another collective of this library on the group, such as ``metrics(gather=True)``.
-        LostPeerError: Another rank has failed in the block.
+        LostPeerError: Another rank has failed in the block. The error has its number, its last call and its error.
         PeerError: Another rank refused its call, or its layers.
 
-    Cost: one all-reduce of 19 integers on the control group before each exchange in the block, with a host sync on a
-    GPU-only group. Nothing outside of the block. A rank that is done does not recompute: it keeps what its experts
-    need until the backward.
+    Cost: one all-reduce of 21 integers on the control group before each exchange in the block, with a host sync on a
+    GPU-only group; before an error, also an exchange of texts. Nothing outside of the block. A rank that is done does
+    not recompute: it keeps what its experts need until the backward.
 
     Source: the manner of use is that of ``torch.distributed.algorithms.Join``.
     """
@@ -92,10 +113,10 @@ def join(layers: Iterable[Dispatcher] | Mapping[Dispatcher, Experts]) -> Iterato
         yield
         while session.answer():
             pass
-    except BaseException:
+    except BaseException as error:
         if not session.in_exchange:
             with suppress(Exception):  # the error of this rank matters more
-                session.agree(_FAILED)
+                session.fail(error)
         raise
     finally:
         session.close()
@@ -147,7 +168,7 @@ class _Session:
 
     Attributes:
         is_open: Whether the block still runs.
-        has_failed: Whether a rank has failed, so that no rank waits for another.
+        failed: Text about ranks that have failed, so that no rank waits for another; empty if there are none.
         in_exchange: Whether this rank is in a collective that all ranks make. Otherwise they wait for its next message.
         count: Number of dispatches so far, equal on all ranks.
         began: Number of dispatches up to the last one of this rank's own.
@@ -155,8 +176,9 @@ class _Session:
     """
 
     def __init__(self, experts: Mapping[Dispatcher, Experts]) -> None:
-        self.is_open, self.has_failed, self.in_exchange = True, False, False
+        self.is_open, self.in_exchange, self.failed = True, False, ""
         self.count = self.began = 0
+        self._last: tuple[Sequence[int], int | None] = (), None
         self.routes: weakref.WeakValueDictionary[int, _Route] = weakref.WeakValueDictionary()
         self._calls: dict[int, _Call] = {}
         self._leases = [dispatcher._lease for dispatcher in experts]
@@ -215,7 +237,7 @@ class _Session:
     def _stand_in(self, channel: Channel, number: int | None) -> Channel:
         """Return a copy of the channel whose exchanges are announced."""
         joined = copy.copy(channel)
-        joined.control = cast(Communicator, _Control(self, channel.control))
+        joined.control = cast(Communicator, _Control(self, channel.control, number))
         joined.backend = _Backend(self, channel.backend, number)
         return joined
 
@@ -237,12 +259,17 @@ class _Session:
                 f"join: a rank that is done does not answer {label!r}. Make this call outside of the block."
             )
 
-    def agree(self, *message: int, mark: int = _NOTHING) -> tuple[list[int], int, int]:
+    def agree(
+        self, *message: int, layer: int | None = None, mark: int = _NOTHING, failure: str = ""
+    ) -> tuple[list[int], int, int]:
         """Tell the others what comes next, and learn it from them. Collective.
 
         Args:
-            *message: The exchange and up to seven numbers about it; nothing if this rank is done.
+            *message: The exchange, the number of the dispatch, and up to seven numbers more; nothing if this rank is
+                done.
+            layer: Number of the layer that calls, if it is known.
             mark: Mark of a dispatch.
+            failure: Text of the error of this rank if it has failed.
 
         Returns:
             The message of the ranks that are not done; the highest mark; and the number of the oldest dispatch that a
@@ -250,44 +277,78 @@ class _Session:
 
         Raises:
             LostPeerError: Another rank has failed, in this exchange or before.
-            InputError: Two ranks go on with different exchanges, or one goes on with a dispatch of a rank that is done.
+            InputError: Ranks go on with different exchanges, or some go on with a dispatch of a rank that is done.
                 Raised on every rank.
         """
         decides = bool(message) and message[0] != _REFUSE  # a rank that is done or refuses follows the others
-        padded = [*message, *[0 if decides else _NOTHING] * (8 - len(message))]
+        padded = [*message, *[0 if decides else _NOTHING] * (9 - len(message))]
         told = [*padded, *(-number if decides else _NOTHING for number in padded)]
         oldest = min(self.routes, default=self.count) if message else -_NOTHING
-        lost = LostPeerError("join: another rank has failed in the block. Its own error says why.")
-        if self.has_failed:
-            raise lost
+        if self.failed:
+            raise LostPeerError(self.failed)
         self.in_exchange = True
         began = _NOTHING if message else self.began
         *found, mark, oldest, began = self.control.max([*told, mark, -oldest, began], label="join")
+        high, low = found[:9], [-number for number in found[9:]]
+        differ = high[0] > _REFUSE and high != low
+        if differ or high[0] == _FAILED or (high[0] in _FOLLOWING and high[1] < began):
+            mine = [message, self.began, failure or self._name(message, layer), self._details(message)]
+            error = self._error(self.control.gather_json(mine, label="join"), differ=differ)
+            if not failure:
+                self.in_exchange = False
+                raise error
         self.in_exchange = False
-        high, low = found[:8], [-number for number in found[8:]]
-        if high[0] == _FAILED:
-            self.has_failed = True
-            if message != (_FAILED,):
-                raise lost
-        elif high[0] > _REFUSE and high != low:
-            raise InputError(
-                "join: two ranks make different calls. Make the same calls on all ranks until one is done."
-            )
-        elif high[0] in _FOLLOWING and high[1] < began:
-            raise InputError(
-                "join: a rank has left the block before the wait(), combine or backward of its last dispatch. Make the "
-                "same calls on all ranks."
-            )
+        if high[0] != _NOTHING:
+            self._last = message or high, layer
         return high if high[0] != _NOTHING else [], mark, -oldest
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank has failed. Collective."""
+        last = self._name(*self._last)
+        self.agree(_FAILED, failure=f"failed {f'after {last}' if last else 'before its first call'}: {text_of(error)}")
+
+    def _name(self, message: Sequence[int], layer: int | None) -> str:
+        """Return what a person calls the exchange of a message; empty for a rank that is done."""
+        if not message:
+            return ""
+        of_layer = "" if layer is None else f" ({self._leases[layer].name!r})"
+        return _NAMES[message[0]].format(f"dispatch {message[1] + 1} of the block") + of_layer
+
+    def _details(self, message: Sequence[int]) -> str:
+        """Return what may differ between calls of the same name."""
+        numbers = message[3:6] if message and message[0] == _START else ()
+        return "".join(f", {'no autocast' if number < 0 else _DTYPES[number]}" for number in numbers)
+
+    def _error(self, told: Sequence[tuple[Sequence[int], int, str, str]], *, differ: bool) -> MoEDispatchError:
+        """Return an error that names ranks and calls, from the message, ``began``, name and details of each rank."""
+        calls = {rank: tuple(message) for rank, (message, *_) in enumerate(told) if message}
+        if failed := {rank: told[rank][2] for rank, call in calls.items() if call == (_FAILED,)}:
+            self.failed = "join: " + "; ".join(f"{ranks} {text}" for text, ranks in ranks_by_value(failed).items())
+            return LostPeerError(self.failed)
+        first = {call: rank for rank, call in reversed(calls.items())}  # names of layers may differ between ranks
+        names = {call: told[rank][2] for call, rank in first.items()}
+        if len({*names.values()}) < len(names):
+            names = {call: names[call] + told[rank][3] for call, rank in first.items()}
+        ranks_at = ranks_by_value(calls)
+        same = "Make the same calls on all ranks until one is done."
+        if differ:
+            kinds = {call[0] for call in ranks_at}
+            if kinds & {*_FOLLOWING} and kinds - {*_FOLLOWING}:
+                same += " A loop over chunks needs as many on every rank: let chunk_tokens cut the micro-batches."
+            made = "; ".join(f"{names[call]} on {ranks}" for call, ranks in ranks_at.items())
+            return InputError(f"join: ranks make different calls: {made}. {same}")
+        ((call, ranks),) = ranks_at.items()
+        left = ranks_by_value({rank: 0 for rank, (its, began, *_) in enumerate(told) if not its and began > call[1]})
+        return InputError(f"join: {left[0]} left the block before {names[call]}, the next call of {ranks}. {same}")
+
     @contextmanager
-    def exchange(self, *message: int, mark: int = _NOTHING) -> Iterator[None]:
+    def exchange(self, *message: int, layer: int | None, mark: int = _NOTHING) -> Iterator[None]:
         """Announce an exchange of this rank's call, which follows in the block."""
         if not self.is_open:
             raise StateError(
                 "join: the block of this dispatch has ended. Call wait(), combine and backward in the block."
             )
-        self.agree(*message, mark=mark)
+        self.agree(*message, layer=layer, mark=mark)
         self.in_exchange = True
         yield
         self.in_exchange = False
@@ -299,9 +360,11 @@ class _Session:
             del self._calls[number]
         if not message:
             return False
-        what, *numbers = message
+        what, serial, *numbers = message
         if what in _FOLLOWING:
-            self._go_on(what, self._calls[numbers[0]], numbers)
+            call = self._calls[serial]
+            self._last = message, call.number
+            self._go_on(what, call, serial)
             return True
         self.in_exchange = True
         with torch.no_grad():
@@ -310,9 +373,7 @@ class _Session:
             elif what == _TEXTS:
                 told = self.control.gather_json(None, label="join")
                 self.in_exchange = False
-                texts = [f"rank {rank} refused: {value[1]}" for rank, value in enumerate(told) if value and value[1]]
-                why = "; ".join(texts) or "two ranks make different calls. Their errors say which."
-                raise PeerError(f"join: {why}")
+                raise_told(told, of_call=True)
             elif what == _RESERVE:
                 self._channels[numbers[0]].backend.reserve(_sizes(numbers[1:3]))
             elif what == _REFUSE:
@@ -381,7 +442,7 @@ class _Session:
             arrive=partial(receive, lease, departed, Rows(), x.shape, x, weights),
         )
 
-    def _go_on(self, what: int, call: _Call, numbers: Sequence[int]) -> None:
+    def _go_on(self, what: int, call: _Call, serial: int) -> None:
         """Take part in what follows on the start of a dispatch. Experts run when the exchange is over.
 
         So the others learn of an error of the experts at their next message.
@@ -410,7 +471,7 @@ class _Session:
             else:
                 grad_RD, grad_R = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
                 call.route.dispatch_backward(grad_RD, grad_R if call.grad_R is None else grad_R + call.grad_R)
-                del self._calls[numbers[0]]
+                del self._calls[serial]
         self.in_exchange = False
         if what == _COMBINE_BACKWARD and call.outputs.requires_grad:
             torch.autograd.backward(call.outputs, grad_RD)
@@ -442,14 +503,17 @@ def _sizes(numbers: Sequence[int]) -> Sizes:
 class _Control:
     """Stands in for the control communicator of a channel."""
 
-    def __init__(self, session: _Session, inner: Communicator) -> None:
-        self._session, self._inner = session, inner
+    def __init__(self, session: _Session, inner: Communicator, number: int | None) -> None:
+        self._session, self._inner, self._number = session, inner, number
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def _announced(self, label: str, *message: int) -> AbstractContextManager[None]:
-        return self._session.exchange(*message) if label in _ANSWERED else nullcontext()  # which is refused
+        if label not in _ANSWERED:
+            return nullcontext()  # which is refused
+        what, *numbers = message
+        return self._session.exchange(what, self._session.count, *numbers, layer=self._number)
 
     def max(self, values: Sequence[int], *, label: str) -> list[int]:
         with self._announced(label, _MAX, len(values)):
@@ -474,9 +538,13 @@ class _Backend(Backend):
         self._session, self._inner, self._number = session, inner, number
         self.brings_copies = inner.brings_copies
 
+    def _announced(self, what: int, *numbers: int, mark: int = _NOTHING) -> AbstractContextManager[None]:
+        message = what, self._session.count, self._number or 0, *numbers
+        return self._session.exchange(*message, layer=self._number, mark=mark)
+
     def reserve(self, sizes: Sizes) -> None:
         if type(self._inner).reserve is not Backend.reserve:
-            with self._session.exchange(_RESERVE, self._number or 0, *_flat(sizes)):
+            with self._announced(_RESERVE, *_flat(sizes)):
                 self._inner.reserve(sizes)
 
     def dispatch(self, *arguments: Any) -> Any:
@@ -492,14 +560,14 @@ class _Backend(Backend):
         autocast = _DTYPES.index(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else -1
         told = _NOTHING if mark is None else read_host(mark.view(1))[0]
         again = is_recomputation()
-        with session.exchange(_START, self._number, *dtypes, autocast, *_flat(sizes), again, mark=told):
+        with self._announced(_START, *dtypes, autocast, *_flat(sizes), again, mark=told):
             serial = session.count
             session.began = session.count = serial + 1
             started = self._inner.start(rows_TD, ids_TK, weights_TK, sizes, *([] if mark is None else [mark]))
-        return _Route(session, started, serial)
+        return _Route(session, started, serial, self._number)
 
     def finish(self, started: _Route) -> Arrived:
-        with self._session.exchange(_FINISH, started.serial):
+        with self._session.exchange(_FINISH, started.serial, layer=self._number):
             arrived = self._inner.finish(started.inner)
         started.inner = arrived.route
         return dataclasses.replace(arrived, route=started)
@@ -508,7 +576,7 @@ class _Backend(Backend):
         raise StateError("join: calls inside torch.compile and selective checkpointing are not answered.")
 
     def refuse(self, device: torch.device) -> None:
-        with self._session.exchange(_REFUSE, self._number or 0):  # while others may start a dispatch
+        with self._announced(_REFUSE):  # while others may start a dispatch
             self._session.count += 1
             self._inner.refuse(device)
 
@@ -522,10 +590,10 @@ class _Route(Route):
         serial: Number of the dispatch.
     """
 
-    __slots__ = ("__weakref__", "_session", "_told", "inner", "serial")
+    __slots__ = ("__weakref__", "_layer", "_session", "_told", "inner", "serial")
 
-    def __init__(self, session: _Session, inner: Any, serial: int) -> None:
-        self._session, self.inner, self.serial = session, inner, serial
+    def __init__(self, session: _Session, inner: Any, serial: int, layer: int | None) -> None:
+        self._session, self.inner, self.serial, self._layer = session, inner, serial, layer
         self._told: set[int] = set()  # the backwards of this route so far
         session.routes[serial] = self
 
@@ -533,19 +601,19 @@ class _Route(Route):
         raise StateError("join: dispatch(again=...) is not answered. Dispatch with the routing instead.")
 
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
-        with self._session.exchange(_COMBINE, self.serial):
+        with self._session.exchange(_COMBINE, self.serial, layer=self._layer):
             return cast(Route, self.inner).combine(rows_RD, weights_R)
 
     def combine_backward(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         self._only_once(_COMBINE_BACKWARD, "combined twice. Only one backward of combine is answered.")
-        with self._session.exchange(_COMBINE_BACKWARD, self.serial):
+        with self._session.exchange(_COMBINE_BACKWARD, self.serial, layer=self._layer):
             return cast(Route, self.inner).combine_backward(grad_TD, rows_RD, weights_R)
 
     def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         self._only_once(_DISPATCH_BACKWARD, "differentiated twice. Only one backward of dispatch is answered.")
-        with self._session.exchange(_DISPATCH_BACKWARD, self.serial):
+        with self._session.exchange(_DISPATCH_BACKWARD, self.serial, layer=self._layer):
             return cast(Route, self.inner).dispatch_backward(grad_RD, grad_R)
 
     def _only_once(self, what: int, rule: str) -> None:

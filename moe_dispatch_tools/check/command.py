@@ -32,11 +32,12 @@ def _show(report: Report, ep_sizes: Sequence[int], *, verbose: bool) -> None:
         ranks = ", ".join(map(str, sorted({excuse.ep_size for excuse in excused})))
         scenarios = dict.fromkeys(excuse.scenario for excuse in excused)
         told = ", ".join(scenarios) if verbose else f"{len(scenarios)} scenario{'s' * (len(scenarios) > 1)}"
-        console.line(f"excused by {reason}, on {ranks} ranks: {told}", mark="-")
+        console.line(f"excused by {reason}, on {ranks} {'rank' if ranks == '1' else 'ranks'}: {told}", mark="-")
     for failure in report.failed:
         console.line(f"{failure.case}: {failure.summary}", mark="failed")
         if verbose:
             console.line(failure.error)
-    counts = f"{len(report.passed)} cases passed, {len(report.failed)} failed, on {', '.join(map(str, ep_sizes))} ranks"
+    ranks = f"{', '.join(map(str, ep_sizes))} {'rank' if [*ep_sizes] == [1] else 'ranks'}"
+    counts = f"{console.counted(len(report.passed), 'case')} passed, {len(report.failed)} failed, on {ranks}"
     verdict = "conforms" if report.conforms else "does not conform"
     console.line(f"backend {report.backend} {verdict}: {counts}", mark="ok" if report.conforms else "failed")

@@ -15,7 +15,8 @@ def show_case(case: dict[str, Any], task: Task) -> None:
     """Print the tables of one case."""
     config, tokens, outcomes = task.config, case["tokens"], case["outcomes"]
     most = "" if case["trace"] is None else "up to "
-    console.line(f"{len(tokens)} ranks over {case['transport']}, with {most}{', '.join(map(str, tokens))} tokens")
+    ranks = console.counted(len(tokens), "rank")
+    console.line(f"{ranks} over {case['transport']}, with {most}{', '.join(map(str, tokens))} tokens")
     sizes = f"{config.num_experts} experts, top-{config.top_k}, hidden size {config.hidden_size}"
     console.line(f"{sizes}, {case['case']}")
     ran = [one for one in outcomes if one["refused"] is None]

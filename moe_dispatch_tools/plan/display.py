@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_dispatch_tools import console
-from moe_dispatch_tools.console import size
+from moe_dispatch_tools.console import counted, size
 
 
 def show(found: dict[str, Any]) -> None:
@@ -14,26 +14,27 @@ def show(found: dict[str, Any]) -> None:
     limit = f" in {model['topk_groups']} of {model['num_groups']} groups" if model["num_groups"] else ""
     console.line(
         f"{model['name']}: {model['num_experts']} experts, top {model['top_k']}{limit}, hidden size "
-        f"{model['hidden_size']}, {model['layers']} layers with experts, {model['dtype']}"
+        f"{model['hidden_size']}, {counted(model['layers'], 'layer')} with experts, {model['dtype']}"
     )
     console.line(
-        f"expert parallelism over {cluster['ep_size']} ranks, {cluster['nodes']} nodes of {cluster['ranks_per_node']}; "
+        f"expert parallelism over {counted(cluster['ep_size'], 'rank')}, {counted(cluster['nodes'], 'node')} of "
+        f"{cluster['ranks_per_node']}; "
         f"{'graph-safe' if model['graph_safe'] else 'eager'} mode"
     )
     if spare := model["spare_experts_per_rank"]:
         filled = "which stay empty" if model["balance"] is None else f"filled by {model['balance']} in each dispatch"
         slots = model["num_experts"] // cluster["ep_size"] + spare
-        console.line(f"a rank has {slots} expert slots, {spare} of them spare, {filled}")
+        console.line(f"a rank has {counted(slots, 'expert slot')}, {spare} of them spare, {filled}")
     if model["balance_promise"]:
         console.line(model["balance_promise"])
     if copies := found["copies"]["expected"]:
         weights = size(found["expert_bytes"] and copies * found["expert_bytes"]) or "of unknown size"
         console.line(
-            f"weights of {copies:.0f} experts, {weights}, travel in a forward of a layer and again in its backward; as "
-            "many gradients return"
+            f"weights of {counted(round(copies), 'expert')}, {weights}, travel in a forward of a layer and again in "
+            "its backward; as many gradients return"
         )
     console.line(f"routing {found['routing']}")
-    console.line(f"a rank brings {found['rows_per_rank']} rows to each dispatch")
+    console.line(f"a rank brings {counted(found['rows_per_rank'], 'row')} to each dispatch")
     rows = {
         "at the experts of a rank": found["received"],
         "at the experts of the busiest rank": found["busiest_rank"],
@@ -41,10 +42,11 @@ def show(found: dict[str, Any]) -> None:
     }
     if model["pad_multiple"] > 1:
         rows[f"padding at a rank: each expert to a multiple of {model['pad_multiple']}"] = found["expert_padding"]
+    how = "simulated" if found["simulated"] else "recorded"
     console.table(
         ["rows of one dispatch", "mean", "min", "max"],
         [[title, *(f"{of[name]:.0f}" for name in ("expected", "low", "high"))] for title, of in rows.items()],
-        caption=f"{found['dispatches']} {'simulated' if found['simulated'] else 'recorded'} dispatches.",
+        caption=f"{counted(found['dispatches'], f'{how} dispatch', f'{how} dispatches')}.",
     )
     _show_backends(found)
     if found["capacities"]:
@@ -66,7 +68,7 @@ def _show_backends(found: dict[str, Any]) -> None:
         console.table(
             ["sent by a rank", "rows in", "forward", "backward", "step", "max step", "to other nodes"],
             rows,
-            caption=f"Mean of one micro-batch in {found['model']['layers']} layers.{note}",
+            caption=f"Mean of one micro-batch in {counted(found['model']['layers'], 'layer')}.{note}",
             text_columns=2,
         )
         purposes = list(dict.fromkeys(purpose for one in usable for purpose in one["buffers"]))

@@ -12,6 +12,7 @@ from torch import Generator, Tensor
 
 from moe_dispatch.backends.base import MoEShape
 from moe_dispatch.errors import ConfigError
+from moe_dispatch_tools.console import counted
 from moe_dispatch_tools.plan.models import GroupLimit, Model
 from moe_dispatch_tools.traces import Trace
 
@@ -154,5 +155,6 @@ def routing_of(text: str, file: Path, model: Model, *, ep_size: int | None, seed
     trace.check(model.config, ep_size=ep_size or trace.ep_size)
     cut = not model.config.graph_safe  # graph-safe mode keeps padding rows, whose slots go nowhere
     dispatches = [[part.sent_ids(cut=cut and part.on_host) for part in call.parts] for call in trace.calls]
-    told = f"{path.name}: {len(dispatches)} dispatches of {len(trace.layers)} layers in {trace.steps} steps"
+    of = f"{counted(len(trace.layers), 'layer')} in {counted(trace.steps, 'step')}"
+    told = f"{path.name}: {counted(len(dispatches), 'dispatch', 'dispatches')} of {of}"
     return recorded_routing(dispatches, told), trace.ep_size

@@ -50,7 +50,7 @@ def test_verbose_lists_everything(command: Command) -> None:
     assert answer.out.count("Traceback (most recent call last)") == 13
     right = command("check", "moe_dispatch_ring:RingOptions", "--ep", "1", "-v").out
     assert "ok     skewed-ep1-rows-agree\n" in right
-    assert "on 1 ranks: skewed_graph_safe\n" in right
+    assert "on 1 rank: skewed_graph_safe\n" in right
 
 
 def test_json_has_its_keys(command: Command) -> None:
@@ -67,7 +67,7 @@ def test_json_has_its_keys(command: Command) -> None:
 def test_backend_that_cannot_run_does_not_conform(command: Command) -> None:
     answer = command("check", "tests.cli.planted:Absent", "--ep", "1")
     assert answer.status == 1
-    assert "excused by it cannot be used here: it was planted so, on 1 ranks: 5 scenarios" in answer.out
+    assert "excused by it cannot be used here: it was planted so, on 1 rank: 5 scenarios" in answer.out
 
 
 def test_options_of_a_known_backend(command: Command) -> None:

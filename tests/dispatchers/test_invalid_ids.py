@@ -127,7 +127,9 @@ def test_the_watchdog_ends_the_wait_of_the_others(name: str) -> None:
 
 @pytest.mark.parametrize("name", GRAPH_SAFE)
 def test_graph_safe_it_goes_nowhere_and_check_reports_it_once(name: str) -> None:
-    texts = ("check: topk_ids must lie in -1..7, got up to 1 invalid ids in one dispatch of one rank.", "nowhere")
+    text = (
+        f"check: topk_ids must lie in -1..7, got up to 1 invalid ids in one dispatch of rank {BACKENDS[name][1] - 1}."
+    )
 
     def body(group: Group) -> None:
         dispatcher = build_dispatcher(config(name, graph_safe=True, max_tokens_per_rank=ROWS), group)
@@ -139,7 +141,7 @@ def test_graph_safe_it_goes_nowhere_and_check_reports_it_once(name: str) -> None
             assert dispatcher.required_capacity().invalid_ids == 1
             with pytest.raises(InputError) as caught:
                 dispatcher.check()
-            raises_everywhere([caught.value], InputError, *texts)
+            raises_everywhere([caught.value], InputError, text, "nowhere")
             assert dispatcher.check().invalid_ids == 0
 
     on_ranks(body, BACKENDS[name][1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -233,9 +234,7 @@ def test_a_call_that_all_ranks_refuse() -> None:
                 layer(random_rows(4), random_routing(3))
 
     done, calling = outcomes(body, 2)
-    raises_everywhere(
-        [done], PeerError, "join: rank 1 refused: Dispatcher.dispatch: ", "has 4 tokens but routing has 3"
-    )
+    raises_everywhere([done], PeerError, "rank 1 refused: Dispatcher.dispatch: ", "has 4 tokens but routing has 3")
     raises_everywhere([calling], InputError, "has 4 tokens but routing has 3")
 
 
@@ -250,7 +249,8 @@ def test_a_failure_between_calls_is_told() -> None:
 
     results = outcomes(body, 4)
     assert isinstance(results.pop(2), ValueError)
-    raises_everywhere(results, LostPeerError, "join: another rank has failed in the block")
+    text = "join: rank 2 failed after the backward of dispatch 1 of the block ('layer 0'): ValueError: no data"
+    raises_everywhere(results, LostPeerError, text)
 
 
 class _Fails(torch.autograd.Function):
@@ -281,7 +281,8 @@ def test_a_failure_of_experts_that_answer_is_told(where: str) -> None:
 
     first, *others = outcomes(body, 4)
     assert isinstance(first, ValueError)
-    raises_everywhere(others, LostPeerError, "join: another rank has failed in the block")
+    last = {"in forward": "wait() of", "in backward": "backward of the combine of"}[where]
+    raises_everywhere(others, LostPeerError, f"rank 0 failed after the {last} dispatch 1 of the block", where)
 
 
 def test_experts_may_change_rows_in_place() -> None:
@@ -301,14 +302,68 @@ def test_experts_may_change_rows_in_place() -> None:
     torch.testing.assert_close(grad, (2 * weights).expand_as(grad))
 
 
-def test_different_calls_are_refused_on_all_ranks() -> None:
+def loop_over_chunks(layer: Layer, chunks: int) -> None:
+    """Dispatch each chunk before the experts of the chunk before it run."""
+    coming = layer.dispatch(random_rows(2), random_routing(2), async_op=True)
+    for _ in range(1, chunks):
+        following = layer.dispatch(random_rows(2), random_routing(2), async_op=True)
+        sent, coming = coming.wait(), following
+        layer.combine(layer.run_experts(sent), sent)
+    sent = coming.wait()
+    layer.combine(layer.run_experts(sent), sent)
+
+
+DIFFERENT: dict[str, tuple[Callable[[list[Layer], int], Any], str]] = {
+    "another layer": (
+        lambda layers, rank: layers[rank == 2](random_rows(4), random_routing(4)),
+        "dispatch 1 of the block ('layer 0') on ranks 1, 3; dispatch 1 of the block ('layer 1') on rank 2. Make",
+    ),
+    "no combine": (
+        lambda layers, rank: [
+            layers[0].dispatch(random_rows(4), random_routing(4)) if rank == 2 else train(layers, rank, 0, 16)
+            for _ in range(2)
+        ],
+        "the combine of dispatch 1 of the block ('layer 0') on ranks 1, 3; dispatch 2 of the block ('layer 0') on rank",
+    ),
+    "chunks": (
+        lambda layers, rank: loop_over_chunks(layers[0], 2 + (rank == 2)),
+        "the wait() of dispatch 2 of the block ('layer 0') on ranks 1, 3; dispatch 3 of the block ('layer 0') on rank "
+        "2. Make the same calls on all ranks until one is done. A loop over chunks needs as many on every rank: let "
+        "chunk_tokens",
+    ),
+    "another dtype": (
+        lambda layers, rank: layers[0].dispatch(
+            random_rows(4, dtype=torch.bfloat16 if rank == 2 else torch.float32), random_routing(4)
+        ),
+        "('layer 0'), torch.float32, torch.float32, no autocast on ranks 1, 3; dispatch 1 of the block ('layer 0'), "
+        "torch.bfloat16, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_different_calls_are_named_on_all_ranks(what: str) -> None:
     def body(group: Group) -> None:
         layers = [Layer(seed, group, hidden=16) for seed in range(2)]
         with join(layers):
             if group.rank():
-                layers[group.rank() % 2](random_rows(4), random_routing(4))
+                DIFFERENT[what][0](layers, group.rank())
 
-    raises_everywhere(outcomes(body, 4), InputError, "join: two ranks make different calls")
+    raises_everywhere(outcomes(body, 4), InputError, "join: ranks make different calls: ", DIFFERENT[what][1])
+
+
+def test_a_refused_call_that_meets_another_call() -> None:
+    def body(group: Group) -> None:
+        layer = Layer(0, group, hidden=16)
+        with join([layer]):
+            sent = layer.dispatch(random_rows(4), random_routing(4))
+            if group.rank() == 2:
+                layer.dispatch(random_rows(4), random_routing(3))
+            layer.combine(sent.rows, sent)
+
+    results = outcomes(body, 4)
+    raises_everywhere([results.pop(2)], InputError, "has 4 tokens but routing has 3")
+    raises_everywhere(results, InputError, "a refused call in place of dispatch 2 of the block ('layer 0') on rank 2")
 
 
 def refused(call: Any, *texts: str, **fields: Any) -> None:
@@ -321,7 +376,7 @@ def refused(call: Any, *texts: str, **fields: Any) -> None:
                 call(layer, random_rows(4), random_routing(4))
 
     first, second = outcomes(body, 2)
-    raises_everywhere([first], LostPeerError, "join: another rank has failed in the block")
+    raises_everywhere([first], LostPeerError, "join: rank 1 failed ", *texts)
     raises_everywhere([second], StateError, *texts)
 
 
@@ -456,7 +511,7 @@ def test_a_rank_that_leaves_before_its_combine() -> None:
             if group.rank():
                 layer.combine(sent.rows, sent)
 
-    text = "join: a rank has left the block before the wait(), combine or backward of its last dispatch"
+    text = "join: rank 0 left the block before the combine of dispatch 1 of the block ('layer 0'), the next call of"
     raises_everywhere(outcomes(body, 4), InputError, text)
 
 
@@ -476,7 +531,7 @@ def test_no_rank_waits_for_one_that_has_left_after_an_error(wrong: str) -> None:
 
     first, *others = outcomes(body, 4)
     assert isinstance(first, PeerError if wrong == "refused" else InputError)
-    raises_everywhere(others, LostPeerError, "join: another rank has failed in the block")
+    raises_everywhere(others, LostPeerError, "join: rank 0 failed ", str(first))
 
 
 def test_a_rank_that_catches_the_failure_of_another_waits_for_nobody() -> None:
@@ -493,7 +548,7 @@ def test_a_rank_that_catches_the_failure_of_another_waits_for_nobody() -> None:
     for steps in (1, 2):
         results = outcomes(partial(body, steps=steps), 4)
         assert isinstance(results.pop(2), ValueError)
-        raises_everywhere(results, LostPeerError, "join: another rank has failed in the block")
+        raises_everywhere(results, LostPeerError, "join: rank 2 failed after the combine of", "ValueError: no data")
 
 
 def test_ranks_that_differ_in_grad_mode() -> None:
@@ -504,11 +559,8 @@ def test_ranks_that_differ_in_grad_mode() -> None:
                 layer(random_rows(4), random_routing(4))
 
     for backend in ("alltoall", "allgather"):
-        done, *others = outcomes(partial(body, backend=backend), 4)
-        raises_everywhere([done], PeerError, "join: two ranks make different calls. Their errors say which")
-        raises_everywhere(
-            others, InputError, "Ranks disagree on grad mode: rank 1 has 'enabled', rank 2 has 'disabled'"
-        )
+        text = "Ranks disagree on grad mode: rank 1 has 'enabled', rank 2 has 'disabled'"
+        raises_everywhere(outcomes(partial(body, backend=backend), 4), InputError, text)
 
 
 def test_outputs_that_do_not_fit_are_told() -> None:
@@ -524,7 +576,7 @@ def test_outputs_that_do_not_fit_are_told() -> None:
 
     first, second = outcomes(body, 2)
     raises_everywhere([first], InputError, "Dispatcher.combine: rows must be floating")
-    raises_everywhere([second], LostPeerError, "join: another rank has failed in the block")
+    raises_everywhere([second], LostPeerError, "join: rank 0 failed after the wait() of dispatch 1", str(first))
 
 
 def test_calls_that_cannot_be_answered() -> None:
@@ -628,7 +680,7 @@ def test_a_join_inside_of_another_on_one_rank(nesting: int) -> None:
 
     results = outcomes(body, 4)
     raises_everywhere([results.pop(nesting)], ConfigError, "join: this block is inside of another join")
-    raises_everywhere(results, LostPeerError, "join: another rank has failed in the block")
+    raises_everywhere(results, LostPeerError, f"join: rank {nesting} failed before its first call: join: this block is")
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -61,6 +61,11 @@ def test_what_dispatch_returns_has_a_type_and_a_short_repr() -> None:
     dispatcher = build_dispatcher(small_config("local", pad_multiple=4))
     flight = dispatcher.dispatch(random_rows(3), Routing(torch.tensor([[0, 7]] * 3), torch.ones(3, 2)), async_op=True)
     assert_type(flight, InFlight)
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'rows'\. Call wait\(\), which returns a Dispatched with rows\."
+    ):
+        getattr(flight, "rows")  # noqa: B009 - a type checker refuses flight.rows
+    assert not hasattr(flight, "row")
     counts = "(4, 0, 0, 0, 0, 0, 0, 4)"
     told = f"Dispatched(rows=float32 (8, 16) on cpu, host_counts={counts}, pad_multiple=4)"
     assert repr(flight.wait()) == told

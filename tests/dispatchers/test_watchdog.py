@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -66,6 +66,12 @@ COMBINE = note("combine (call 7)")
         ([HERE, HERE, OTHER], [2]),
         ([HERE, GONE, COMBINE, HERE], [2]),  # and 1 aborted
         ([HERE, note("counts (call 8)"), HERE], [1]),
+        ([HERE, COMBINE], [0, 1]),  # a tie accuses nobody
+        ([HERE, note("counts (call 8)")], [0, 1]),
+        ([HERE, HERE, COMBINE, COMBINE], [0, 1, 2, 3]),
+        ([HERE, HERE, OTHER, OTHER], []),
+        ([HERE, COMBINE, note("dispatch (call 8)", raised="dispatch (call 7)")], [2]),
+        ([note(raised="rows (call 6)"), COMBINE], [0]),
     ],
 )
 def test_who_is_late(notes: list[RankNote | None], late: list[int]) -> None:
@@ -86,7 +92,12 @@ def test_who_is_late(notes: list[RankNote | None], late: list[int]) -> None:
             ["because of rank 1 on a: rank 1 came long after the first rank, and now ranks 0, 1, 2 are in counts"],
         ),
         ([note(seconds=3.5), note(seconds=1.1)], ["5 s, although ranks 0, 1 are in counts"]),  # an early failure
-        ([HERE, HERE, COMBINE], ["in different orders: ranks 0, 1 are in"]),
+        ([HERE, HERE, COMBINE], ["because of rank 2 on", "in different orders: ranks 0, 1 are in"]),
+        ([HERE, COMBINE], ["Nothing shows which of them is wrong: compare the calls of ranks 0, 1."]),
+        (
+            [note(raised="rows (call 6)"), COMBINE],
+            ["because of rank 0 on", "rank 0 is in counts (call 7), after an error of its own in rows (call 6)"],
+        ),
         ([], ["no answer from the store", "rank 0 of the job, or the agent of torchrun"]),
     ],
 )
@@ -158,6 +169,32 @@ def test_ranks_that_fail_later_tell_what_the_first_one_read() -> None:
     assert "although ranks 0, 1 are in counts" in first
     assert second.split("2 s")[1] == first.split("2 s")[1]
     assert begun < 2
+
+
+class _Interrupted:
+    """Stands in for a collective in which this rank gets Ctrl-C."""
+
+    def wait(self) -> None:
+        raise KeyboardInterrupt
+
+
+def _interrupted_on_rank_0(group: dist.ProcessGroup) -> str:
+    watch = watch_group(group, 0.5)
+    if group.rank():
+        watch.call = WatchedCall(watch, 2, "rows", 0)
+        return watch.explain(watch.call)
+    work, options = cast(dist.Work, _Interrupted()), dist.AllreduceOptions()
+    with pytest.raises(KeyboardInterrupt):
+        watch.start("counts", 0, torch.zeros(1), lambda options: work, options).wait()
+    time.sleep(1)
+    return ""
+
+
+def test_a_rank_that_catches_an_interruption_is_named() -> None:
+    """Also by the only other rank, which is in the next collective."""
+    told = run_ranks(_interrupted_on_rank_0, 2)[1]
+    assert "because of rank 0 on" in told
+    assert "after an error of its own in counts (call 1); rank 1 is in rows (call 2). Look at rank 0 first" in told
 
 
 def test_a_group_without_a_store_is_refused() -> None:

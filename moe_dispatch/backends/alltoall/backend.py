@@ -226,13 +226,13 @@ class AllToAll(Backend):
             in_order = ordered(context, packets, members)
         work.wait()
         torch.sum(from_ranks, 0, out=counts[:width])
-        host, marks = read_host(counts), set()
+        host, marks = read_host(counts), []
         for row, at in enumerate(range(experts, len(host), width)):
             its_mark, host[at] = divmod(host[at], MARK)
             if row > size:  # the rows behind number P came in, with the marks of their senders
-                marks.add(its_mark)
-        if (len(marks) > 1 or min(marks) < 0) and not marks_agree(marks):
-            raise PeerError("Some rank refused its call, or made another one.")
+                marks.append(its_mark)
+        if not marks_agree(marks):
+            raise PeerError(f"Backend 'alltoall': the calls of all ranks must have one mark, got {marks} by rank.")
         rows = host[self.rows_at :: width]
         rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]
         source_B, outgoing = in_order or ordered(context, packets, members, sum(rows_out))

@@ -94,7 +94,7 @@ def test_a_trace_is_planned_as_it_ran(command: Command, model: str, tmp_path: Pa
     measured = run_ranks(body, 4)
     found = asked(command, model, "--routing", str(path), "-b", "alltoall,allgather")
     assert found["cluster"]["ep_size"] == 4
-    assert found["routing"] == "run.safetensors: 1 dispatches of 1 layers in 1 steps"
+    assert found["routing"] == "run.safetensors: 1 dispatch of 1 layer in 1 step"
     sent = found["backends"][0]["sent"]["dispatch"]
     assert (sent["low"], sent["high"], 4 * sent["expected"]) == (min(measured), max(measured), sum(measured))
     own = asked(command, str(path), "-b", "alltoall,allgather")  # with the config of the trace
@@ -157,6 +157,7 @@ def test_the_placement_of_the_config_is_planned(command: Command, tmp_path: Path
     slots = [*arguments, "--set", "spare_experts_per_rank=2"]
     balanced, exact = [*slots, "--set", "balance=least_loaded"], [*arguments, "--set", "balance=exact"]
     shown = command(*balanced).out
+    assert "expert parallelism over 4 ranks, 1 node of 4; eager" in shown
     assert "a rank has 6 expert slots, 2 of them spare, filled by least_loaded in each dispatch" in shown
     assert re.search(r"^weights of \d experts, [\d.]+ kB, travel in a forward of a layer", shown, re.MULTILINE)
     without, found, other = (json.loads(command(*asked, "--json").out) for asked in (slots, balanced, exact))
