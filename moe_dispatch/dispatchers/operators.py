@@ -126,7 +126,7 @@ def dispatch(
 
 @dispatch.register_fake
 def _(rows: Tensor, ids: Tensor, weights: Tensor, real_rows: Tensor | None, *others: Any) -> list[Tensor]:
-    _, _, channel, _, numbers, _ = others
+    _, _, channel, _, numbers, *_ = others
     link = named_channel(channel)
     new_size = cast(Callable[[], int], get_ctx().new_dynamic_size)
     given = _sizes_from(numbers[:-1])
@@ -170,7 +170,7 @@ def dispatch_again(
 
 @dispatch_again.register_fake
 def _(rows: Tensor, weights: Tensor, *others: Any) -> list[Tensor]:
-    *_, channel, _, num_grouped, _ = others
+    _, _, channel, _, num_grouped, *_ = others
     return [torch.empty_like(weights), *_unfilled(named_channel(channel), rows, num_grouped)]
 
 
@@ -214,7 +214,7 @@ def dispatch_backward(
     rows_shape: Sequence[int],
     weights_shape: Sequence[int],
     anchor: Tensor | None,
-    behind: Tensor | None = None,
+    behind: Tensor | None,
 ) -> list[Tensor]:
     """Return the gradients of the model's rows and, if given, of their weights (``grad_weights``) and of the anchor.
 
@@ -291,7 +291,7 @@ def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 def _dispatch_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     anchor, real_rows, *route = ctx.saved_tensors
     # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
-    found = dispatch_backward(*grads[:2], route, real_rows, ctx.channel, *ctx.shapes, anchor)
+    found = dispatch_backward(*grads[:2], route, real_rows, ctx.channel, *ctx.shapes, anchor, None)
     grad_rows, grad_weights, *of_anchor = found
     return grad_rows, None, grad_weights, None, None, [None] * ctx.num_tables, None, None, None, *(of_anchor or [None])
 

@@ -111,7 +111,7 @@ class SlotWeights:
         outputs = _run_parts(landed, moves, experts, own, slots)
         if torch.is_grad_enabled() and (landed.edge.requires_grad or slots[0].requires_grad):
             recomputed = torch._C._current_graph_task_id() != -1  # its backward follows
-            told = torch.tensor(recomputed, device="cpu")
+            told = torch.zeros(2, dtype=torch.uint8, device="cpu")[int(recomputed) :][:1]
             first, again = buffer_BW.view(-1)[:1], (lease, moves, tuple(buffer_BW.shape))
             outputs = _Leave.apply(outputs, landed.edge, slots[0], first, told, again, *stacked)  # type: ignore[no-untyped-call]
             if not recomputed and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
@@ -355,10 +355,11 @@ class _Leave(torch.autograd.Function):
 
     ``rows_RD`` and a tensor of slots connect every rank to the exchanges of the backward.
 
-    All ranks must decide alike whether they fetch. ``told`` is the value that decides: False in a first forward, True
-    in a recomputation, which puts its own tensor in the place of the saved one. Hooks that copy saved tensors keep the
-    value. ``first`` is the first number of the buffer, which every rank has, also one without copies. If its memory is
-    not empty, hooks kept it or copies of the weights, and what this rank fetches is thrown away.
+    All ranks must decide alike whether they fetch. ``told`` decides: it is the first of two bytes in a first forward,
+    and the second one in a recomputation, which puts its own tensor in the place of the saved one. A copy that hooks
+    make is not the second of two bytes, and where a tensor is in memory can be asked without reading it. ``first`` is
+    the first number of the buffer, which every rank has, also one without copies. If its memory is not empty, hooks
+    kept it or copies of the weights, and what this rank fetches is thrown away.
     """
 
     @staticmethod
@@ -382,7 +383,7 @@ class _Leave(torch.autograd.Function):
             raise double_backward("combine")
         first, told, *stacked = ctx.saved_tensors
         lease, moves, (rows, width) = ctx.again
-        if not told.untyped_storage()[0]:  # a byte in host memory, whose read waits for no device
+        if not (told.storage_offset() == 1 and told.untyped_storage().nbytes() == 2):
             lease.tell_watchdog()
             buffer_BW, memory = None, first.untyped_storage()
             if memory.nbytes() == 0:

@@ -33,18 +33,21 @@ def _calls(channel: str, real_rows: Tensor | None, table: Sequence[Tensor] = ())
     """Arguments of each operator, in the order of one layer."""
     x, ids, weights = tensors(10, 0, torch.float32)
     ids[ids[:, 0] == ids[:, 1], 1] = -1  # what comes to an operator has no duplicates
-    calls: dict[str, Arguments] = {"dispatch": (x, ids, weights, real_rows, None, list(table), channel, True, [-1] * 6)}
+    sizes, anchor = [-1] * 6, torch.empty(0, requires_grad=True)
+    calls: dict[str, Arguments] = {
+        "dispatch": (x, ids, weights, real_rows, None, list(table), channel, True, sizes, anchor)
+    }
     with torch.no_grad():
         rows, weights_R, _, *route = torch.ops.moe_dispatch.dispatch(*calls["dispatch"])
     rows, weights_R = rows.requires_grad_(), weights_R.requires_grad_()
     grad, way = torch.ones_like(rows), (route, real_rows)
-    calls["dispatch_again"] = (x, *way, channel, len(x), len(rows))
+    calls["dispatch_again"] = (x, weights_R, *way, channel, len(x), len(rows), anchor)
     calls["combine"] = (rows, weights_R, *way, channel, 10)
     calls["combine_backward"] = (torch.ones(10, 16), rows.detach(), weights_R.detach(), *way, channel, len(rows))
     calls["split"] = (rows, torch.tensor([3, 0, len(rows) - 3]))
     matrices, offs = torch.ones(3, 16, 4, requires_grad=True), torch.tensor([3, 3, len(rows)], dtype=torch.int32)
     calls["aligned_mm"] = (rows, matrices, offs)
-    calls["dispatch_backward"] = (grad, grad[:, 0].clone(), *way, channel, [10, 16], [10, 2])
+    calls["dispatch_backward"] = (grad, grad[:, 0].clone(), *way, channel, [10, 16], [10, 2], anchor, None)
     return calls
 
 
@@ -77,7 +80,7 @@ def test_bodies_are_what_operators_run() -> None:
 def test_channel_that_is_not_there() -> None:
     x, ids, weights = tensors(10, 0, torch.float32)
     with pytest.raises(StateError, match=r"channel 'alltoall-0-0' is not open"):
-        torch.ops.moe_dispatch.dispatch(x, ids, weights, None, None, [], "alltoall-0-0", True, [-1] * 6)
+        torch.ops.moe_dispatch.dispatch(x, ids, weights, None, None, [], "alltoall-0-0", True, [-1] * 6, None)
 
 
 @pytest.mark.parametrize("name", known_backends())
