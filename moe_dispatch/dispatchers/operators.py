@@ -305,8 +305,9 @@ def _keep_again(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None
 def _again_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     anchor, real_rows, *route = ctx.saved_tensors
     grad_weights, grad_rows, *_ = grads
-    of_route = (route, real_rows, ctx.channel, ctx.shape, [], anchor)
-    grad_x, *of_anchor = dispatch_backward(grad_rows, None, *of_route, grad_weights)
+    grad_x, *of_anchor = dispatch_backward(
+        grad_rows, None, route, real_rows, ctx.channel, ctx.shape, [], anchor, grad_weights
+    )
     return grad_x, grad_weights, [None] * len(route), None, None, None, None, *(of_anchor or [None])
 
 
