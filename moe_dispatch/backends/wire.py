@@ -107,7 +107,7 @@ class PacketFormat:
     def unpack(self, packets: Tensor) -> tuple[Tensor | Quantised, Tensor, Tensor]:
         """Return the rows as ``received`` does, and strided views of weights and ids, each (T, K)."""
         rows, _, weights, _, ids, _ = packets.split_with_sizes(self.widths, 1)
-        received = self.read(rows) if self.recipe is None else self.split(rows)
+        received = rows.view(self.wire_dtype) if self.recipe is None else self.split(rows)
         return received, weights.view(self.weight_dtype), ids.view(self.id_dtype)
 
     def weights(self, packets: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ from moe_dispatch.dispatchers.agreement import UNTOLD, described, facts_of, mark
 from moe_dispatch.dispatchers.balancing import plan_balance
 from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
-from moe_dispatch.dispatchers.metrics import is_recomputation
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Plan, QuantisedRows, check_plain
@@ -215,7 +214,8 @@ def start(
     except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
         raise_alike(channel.control, problem(), facts=described(facts, lease), of_call=True, label="refusal")
         raise
-    channel.meter.count_rows(rank=padded - count, cut=num_cut)
+    if padded != count or num_cut:
+        channel.meter.count_rows(rank=padded - count, cut=num_cut)
     return Departed(
         channel=channel,
         started=started,
@@ -228,7 +228,7 @@ def start(
         placement=placement,
         experts_L=experts_L,
         layer=layer,
-        recomputed=is_recomputation(),
+        recomputed=torch._C._current_graph_task_id() != -1,  # as ``is_recomputation`` says, without a call
     )
 
 
@@ -348,7 +348,14 @@ def double_backward(verb: str) -> StateError:
     )
 
 
-_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
+_CPU = torch.device("cpu")
+_ANCHORS = {_CPU: torch.empty(0, device=_CPU, requires_grad=True)}
+
+
+def make_anchor(device: torch.device) -> None:
+    """Make the anchor of a device, because a traced call cannot. That of the CPU would keep CUDA graphs away."""
+    anchor = torch.empty(0, device=device, requires_grad=True)
+    _ANCHORS.setdefault(anchor.device, anchor)
 
 
 def anchor_for(tensor: Tensor, channel: Channel) -> Tensor | None:
@@ -360,7 +367,7 @@ def anchor_for(tensor: Tensor, channel: Channel) -> Tensor | None:
     """
     if channel.communicator.size == 1 or not torch.is_grad_enabled() or not channel.needs.differentiable:
         return None
-    return _ANCHOR
+    return _ANCHORS.get(tensor.device, _ANCHORS[_CPU])
 
 
 def anchor(tensor: Tensor, channel: Channel) -> Tensor:

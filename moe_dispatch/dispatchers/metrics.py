@@ -185,7 +185,8 @@ class Meter:
     def record(self, arrived: Arrived, departed: Departed) -> None:
         """Count one dispatch. No sync. In place, so that replays write to the same counters."""
         device = arrived.rows.device
-        self.prepare(device, departed.layer)
+        if (departed.layer, device) not in self._layers:
+            self.prepare(device, departed.layer)
         if departed.layer != _COMPILED:
             self._called.add(departed.layer)
         with self.turn(device) if device.type == "cuda" else _NO_TURN:
