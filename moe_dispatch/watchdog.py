@@ -360,9 +360,9 @@ def _late(notes: Notes) -> list[int]:
     """Return the ranks to look at first.
 
     These are the ranks in another collective with the same number; else the ranks that are gone, ended or elsewhere;
-    else the ranks in a collective with another number; else the ranks in a collective of another dispatcher. Another
-    collective is one that is not the most frequent. If several are, these are the ranks that left an earlier collective
-    by an error of their own; else all ranks in a collective.
+    else the ranks in a collective with another number; else the ranks in a collective of another dispatcher. A
+    collective is another one if fewer ranks are in it than in the most frequent one. If two collectives are equally
+    frequent, the ranks that left an earlier collective by an error of their own stand out; if there are none, all do.
     """
     inside = {rank: note for rank, note in enumerate(notes) if note and note.is_inside}
     gone = [rank for rank, note in enumerate(notes) if note is None or not note.alive]
@@ -385,7 +385,7 @@ def _came_last(notes: Notes, gap: float) -> list[int]:
 
 
 def _minority(values: Mapping[int, object]) -> list[int]:
-    """Return the ranks whose value is not the most frequent one; none if several values are."""
+    """Return the ranks whose value is not the most frequent one; none if two values are equally frequent."""
     common = Counter(values.values()).most_common(2)
     if len(common) > 1 and common[0][1] == common[1][1]:
         return []

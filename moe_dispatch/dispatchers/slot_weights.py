@@ -35,6 +35,7 @@ from moe_dispatch.communication import raise_alike
 from moe_dispatch.dispatchers.autograd import double_backward, tie
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
+from moe_dispatch.dispatchers.metrics import is_recomputation
 from moe_dispatch.dispatchers.operators import refuse_compiled
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.types import Dispatched, InFlight, check_plain
@@ -109,7 +110,7 @@ class SlotWeights:
         own, slots = _fetched(lease, moves, buffer_BW, stacked)
         outputs = _run_parts(landed, moves, experts, own, slots)
         if torch.is_grad_enabled() and (landed.edge.requires_grad or slots[0].requires_grad):
-            recomputed = torch._C._current_graph_task_id() != -1  # its backward follows
+            recomputed = is_recomputation()  # its backward follows
             told = torch.zeros(2, dtype=torch.uint8, device="cpu")[int(recomputed) :][:1]
             first, again = buffer_BW.view(-1)[:1], (lease, moves, tuple(buffer_BW.shape))
             outputs = _Leave.apply(outputs, landed.edge, slots[0], first, told, again, *stacked)  # type: ignore[no-untyped-call]
@@ -153,8 +154,7 @@ class SlotWeights:
         lease = self._dispatcher._lease
         channel = lease.enter()
         _check_stacked(channel.config.num_experts // channel.communicator.size, stacked)
-        recomputed = torch._C._current_graph_task_id() != -1
-        if sent.placement is not None and not channel.config.graph_safe and not recomputed:
+        if sent.placement is not None and not channel.config.graph_safe and not is_recomputation():
             # Their bytes travel, and those of their gradients. In graph-safe mode comparing them would be a host sync.
             # Each call compares, because a rank that changes its parameters would otherwise do so alone.
             facts = {
