@@ -349,13 +349,17 @@ def double_backward(verb: str) -> StateError:
 
 
 _CPU = torch.device("cpu")
-_ANCHORS = {_CPU: torch.empty(0, device=_CPU, requires_grad=True)}
+_ANCHORS: dict[torch.device, Tensor] = {}
 
 
 def make_anchor(device: torch.device) -> None:
     """Make the anchor of a device, because a traced call cannot. That of the CPU would keep CUDA graphs away."""
-    anchor = torch.empty(0, device=device, requires_grad=True)
+    with torch.inference_mode(False):  # training must be able to save an anchor that an evaluation made
+        anchor = torch.empty(0, device=device, requires_grad=True)
     _ANCHORS.setdefault(anchor.device, anchor)
+
+
+make_anchor(_CPU)
 
 
 def anchor_for(tensor: Tensor, channel: Channel) -> Tensor | None:

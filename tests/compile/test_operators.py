@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch import Routing
+from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch._custom_operators import BODIES, NAMESPACE
 from moe_dispatch.backends import known_backends, load_backend
 from moe_dispatch.backends.base import Backend, Route
 from moe_dispatch.dispatchers import operators
+from moe_dispatch.dispatchers.autograd import anchor_for, make_anchor
 from moe_dispatch.errors import StateError
 from moe_dispatch_testing.ranks import run_ranks
 from tests.compile.layer import dispatcher_for, tensors
+from tests.dispatchers.layer import small_config
 
 Arguments = tuple[Any, ...]
 
@@ -109,3 +111,17 @@ def test_operators_of_other_libraries_are_not_in_the_namespace() -> None:
     assert NAMESPACE == "moe_dispatch"
     verbs = ["combine", "combine_backward", "dispatch", "dispatch_again", "dispatch_backward"]
     assert sorted(BODIES) == ["aligned_mm", *verbs, "split"]
+
+
+def test_training_can_save_an_anchor_that_an_evaluation_made() -> None:
+    device = torch.device("meta")
+
+    def body(group: dist.ProcessGroup) -> bool:
+        dispatcher = build_dispatcher(small_config(), group)
+        with torch.inference_mode():
+            make_anchor(device)
+        anchor = anchor_for(torch.empty(0, device=device), dispatcher._channel)
+        assert anchor is not None
+        return anchor.device == device and not anchor.is_inference()
+
+    assert run_ranks(body, 2) == [True, True]
