@@ -57,6 +57,7 @@ class SlotWeights:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
+        self._agreed: list[tuple[torch.dtype, torch.Size, bool]] = []  # parameters that the ranks have compared
 
     def run(self, sent: Dispatched | InFlight, experts: Experts, *stacked: Tensor) -> tuple[Dispatched, Tensor]:
         """Run experts on the rows of a dispatch, with the weights of this rank's slots. Collective.
@@ -92,8 +93,8 @@ class SlotWeights:
         Cost: one all-to-all, and two in the backward; none if no weight has to travel. In graph-safe mode with
         ``balance="exact"``, each all-to-all has the weights of ``P * S`` experts for S spare slots, and own
         parameters are copied to their slots. ``Backend.bring_copies``, where there is one, replaces those that fetch.
-        In eager mode each call, unless it is a recomputation, also has a small all-reduce on the control group, in
-        which the ranks compare their parameters.
+        In eager mode the first call, and one whose parameters are not like those before, also has a small all-reduce on
+        the control group, in which the ranks compare their parameters.
         """
         lease, channel = self._enter(sent, stacked)
         if sent.placement is None:
@@ -154,15 +155,16 @@ class SlotWeights:
         lease = self._dispatcher._lease
         channel = lease.enter()
         _check_stacked(channel.config.num_experts // channel.communicator.size, stacked)
-        if sent.placement is not None and not channel.config.graph_safe and not is_recomputation():
+        kinds = [(weight.dtype, weight.shape, weight.requires_grad) for weight in stacked]
+        if sent.placement is not None and kinds != self._agreed and not channel.config.graph_safe:
             # Their bytes travel, and those of their gradients. In graph-safe mode comparing them would be a host sync.
-            # Each call compares, because a rank that changes its parameters would otherwise do so alone.
+            # A rank that changes them later on its own waits here, and the watchdog names it.
             facts = {
-                f"parameter {number} of SlotWeights": f"{weight.dtype} {tuple(weight.shape)}, "
-                f"{'trained' if weight.requires_grad else 'frozen'}"
-                for number, weight in enumerate(stacked)
+                f"parameter {number} of SlotWeights": f"{dtype} {tuple(shape)}, {'trained' if trained else 'frozen'}"
+                for number, (dtype, shape, trained) in enumerate(kinds)
             }
             raise_alike(channel.control, None, facts=facts, of_call=True, label="parameters")
+            self._agreed = kinds
         return lease, channel
 
     def _landed(self, sent: Dispatched | InFlight, lease: Lease) -> Dispatched:

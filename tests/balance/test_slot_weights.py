@@ -299,14 +299,11 @@ def test_parameters_that_differ_between_ranks_are_refused_on_all() -> None:
         assert group is not None
         config = small_config(**EXACT, balance_min_rows=0)
         stacked, dispatcher = own_part(group, torch.float32), build_dispatcher(config, group)
-        x, routing, _ = inputs(group.rank(), 0, torch.float32)
-        slot_weights = SlotWeights(dispatcher)
-        if how == "frozen":  # after a step in which the ranks were alike
-            slot_weights.run(dispatcher.dispatch(x, routing), experts, *stacked)
         if group.rank() == 1:
             stacked = [weight.detach() if how == "frozen" else weight.detach().bfloat16() for weight in stacked]
+        x, routing, _ = inputs(group.rank(), 0, torch.float32)
         with pytest.raises(InputError) as caught:
-            slot_weights.run(dispatcher.dispatch(x, routing), experts, *stacked)
+            SlotWeights(dispatcher).run(dispatcher.dispatch(x, routing), experts, *stacked)
         return caught.value
 
     for how in ("frozen", "bfloat16"):
