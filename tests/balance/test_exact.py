@@ -310,7 +310,7 @@ def test_copies_that_were_left_out_are_told(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_the_load_that_is_told_is_that_with_the_copies_that_are_made(caplog: pytest.LogCaptureFixture) -> None:
-    """Without copies the busiest rank would have 3.08 times the mean rows, and with those that have rows enough 1.08."""
+    """The busiest rank would have 3.08 times the mean rows without any copy. With the two that are made it has 1.08."""
 
     def body(group: Group) -> tuple[int, int]:
         assert group is not None

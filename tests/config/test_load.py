@@ -203,7 +203,7 @@ def test_a_mapping_is_no_file() -> None:
     with pytest.raises(
         ConfigError, match=r"load: file must be a path, got a mapping\. Use DispatcherConfig\(\*\*fields\)"
     ):
-        DispatcherConfig.load(SIZES)  # type: ignore[arg-type]
+        DispatcherConfig.load(SIZES)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
