@@ -68,6 +68,7 @@ class ExactPlan:
         experts_L: int64 (M + S,), the expert in each slot of this rank, or E for an empty slot.
         left_out: int64 (), the number of copies that were not made because they would have had fewer than ``min_rows``
             rows; None if there is no such limit.
+        loads_P: int64 (P,), the rows of each rank's experts; None where ``left_out`` is.
         kernels: The module ``triton_plan`` if it made the plan.
     """
 
@@ -76,6 +77,7 @@ class ExactPlan:
     slots_EP: Tensor
     experts_L: Tensor
     left_out: Tensor | None = None
+    loads_P: Tensor | None = None
     kernels: Any = None
 
     def slots_of(self, ids_TK: Tensor, turns_TK: Tensor | None = None) -> Tensor:
@@ -207,6 +209,7 @@ class ExactPlanner:
             slots_EP=slots_PE[:, : self._experts].t().contiguous(),
             experts_L=torch.cat([self._own_experts, kept_PS[self._rank]]),
             left_out=left_out,
+            loads_P=None if left_out is None else demand_EP.sum(0),
         )
 
     def _by(self, kernels: Any, counts_PE: Tensor) -> ExactPlan:

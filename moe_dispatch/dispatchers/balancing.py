@@ -134,17 +134,20 @@ def plan_balance(channel: Channel, ids_TK: Tensor) -> tuple[ExpertPlacement | Ex
             planner = channel.planner(ids_TK.device)
             plan, is_uneven = planner.on_host(everyone[:, 1:])
             if is_uneven:
-                _note_uneven(channel, everyone[:, 1:], planner)
+                _note_uneven(channel, everyone[:, 1:], planner, plan.loads_P)
             plan = plan.to(ids_TK.device)
             return plan.placement, plan.experts_L, plan.slots_of(ids_TK)
         return _run_planner(channel, everyone[:, 1:], ids_TK)
 
 
-def _note_uneven(channel: Channel, counts_PE: Tensor, planner: ExactPlanner) -> None:
-    """Count a dispatch in which copies would have had too few rows. Warn once, if it is far from even."""
+def _note_uneven(channel: Channel, counts_PE: Tensor, planner: ExactPlanner, loads_P: Tensor | None) -> None:
+    """Count a dispatch in which copies would have had too few rows. Warn once, if it is far from even.
+
+    ``loads_P`` are the rows of each rank if other copies are made, else None.
+    """
     channel.meter.count_rows(uneven=1)
-    rows_P = counts_PE.sum(0).view(len(counts_PE), -1).sum(1).double()
-    times = float(rows_P.max() / rows_P.mean())
+    loads_P = counts_PE.sum(0).view(len(counts_PE), -1).sum(1) if loads_P is None else loads_P
+    times = float(loads_P.max() / loads_P.double().mean())
     if times < _FAR or channel.has_warned or channel.communicator.rank:
         return
     channel.has_warned, left_out = True, planner(counts_PE).left_out

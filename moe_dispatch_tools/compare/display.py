@@ -28,8 +28,9 @@ def show_case(case: dict[str, Any], task: Task) -> None:
     for one in outcomes:
         if one["uneven"]:
             console.line(
-                f"{one['backend']}, {one['mode']}: {one['uneven']} dispatches in {case['steps']} steps left out copies "
-                "of experts that would have had fewer than balance_min_rows rows. balance_min_rows=0 makes every copy.",
+                f"{one['backend']}, {one['mode']}: {console.counted(one['uneven'], 'dispatch', 'dispatches')} in "
+                f"{console.counted(case['steps'], 'step')} left out copies of experts that would have had fewer than "
+                "balance_min_rows rows. balance_min_rows=0 makes every copy.",
                 mark="-",
             )
     if case["agree"]:

@@ -199,6 +199,13 @@ def test_malformed_file(tmp_path: Path, name: str, text: str | bytes | None, tol
         DispatcherConfig.load(tmp_path / name, environment={})
 
 
+def test_a_mapping_is_no_file() -> None:
+    with pytest.raises(
+        ConfigError, match=r"load: file must be a path, got a mapping\. Use DispatcherConfig\(\*\*fields\)"
+    ):
+        DispatcherConfig.load(SIZES)
+
+
 DEEP = "[" * 100_000 + "]" * 100_000
 DIGITS = "1" * 5000
 

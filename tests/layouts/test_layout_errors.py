@@ -18,6 +18,7 @@ X = torch.zeros(2, 4, 3)
     ("make", "text"),
     [
         (lambda: BSHD(torch.ones(2)), r"BSHD: lengths must be a 1-D int32 or int64 tensor, got torch.float32 \(2,\)"),
+        (lambda: BSHD(torch.ones(2, 3) > 0), r"got torch.bool \(2, 3\)\. Pass a mask as Masked\(mask\.flatten\(\)\)"),
         (lambda: BSHD([2, 1.5]), r"BSHD: lengths\[1\] must be an integer of at most 64 bits, got 1.5"),  # type: ignore[list-item]
         (lambda: SBHD([10**30]), r"SBHD: lengths\[0\] must be an integer of at most 64 bits, got 10000"),
         (lambda: BSHD(3), r"BSHD: lengths must be a list or a tensor, got 3. Pass integers."),  # type: ignore[arg-type]

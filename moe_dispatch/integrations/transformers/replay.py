@@ -42,7 +42,7 @@ class RoutingReplay:
 
     Raises:
         ConfigError: The model has no MoE layers, a router is not called ``gate`` or ``router``, or a router sets the
-            scores of experts to 0 before it chooses. Raised in a forward if a layer runs a second time in it.
+            scores of experts to 0 before it chooses. Also raised by a forward in which a layer runs a second time.
 
     Cost: each router computes its own choice too.
     """
@@ -54,7 +54,7 @@ class RoutingReplay:
             _Layer(self, number, *_router_beside(model, name), experts)
             for number, (name, experts) in enumerate(found.items())
         ]
-        self.ran: set[int] | None = None  # the layers that have run, inside of a forward of the module that holds them
+        self._ran: set[int] | None = None  # the layers that have run, inside of a forward of the module that holds them
         owners = dict.fromkeys(owner for name in found if (owner := module_with_mask(model, name)) is not None)
         self._hooks = [owner.register_forward_pre_hook(self._begin) for owner in owners]
         self._hooks += [owner.register_forward_hook(self._end, always_call=True) for owner in owners]
@@ -86,10 +86,10 @@ class RoutingReplay:
             layer.close()
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        self.ran = set()
+        self._ran = set()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.ran = None
+        self._ran = None
 
 
 @final
@@ -116,7 +116,7 @@ class _Layer:
                 f"RoutingReplay: forward() of {self._name} was called outside `with replay.micro_batch(...)`. Wrap the "
                 "forward in it, checkpoint layers with transformers' switch, or call replay.close()."
             )
-        ran = self._replay.ran
+        ran = self._replay._ran
         if ran is not None and torch._C._current_graph_task_id() == -1:  # else a backward recomputes the layer
             if self._number in ran:
                 raise ConfigError(

@@ -56,7 +56,7 @@ def test_exact_balance_needs_no_other_field(command: Command, tmp_path: Path) ->
 def test_copies_that_were_left_out_are_told(command: Command, tmp_path: Path) -> None:
     shape = ["--ranks", "2", "--tokens", "64", "--steps", "1", "--rounds", "1", "--routing", "last_expert"]
     answer = command("compare", "-b", "alltoall+balance=exact", written(tmp_path, hidden_size=16), *shape, *EXACTLY)
-    assert "1 dispatches in 1 steps left out copies of experts that would have had fewer than" in answer.out
+    assert "1 dispatch in 1 step left out copies of experts that would have had fewer than" in answer.out
 
 
 BOUNDS = (1.0, 1.05, 1.25)
