@@ -97,7 +97,9 @@ def te_grouped_tensor(sent: Dispatched) -> Tensor:
     rows = _rows(sent, "te_grouped_tensor", ("mxfp8",), multiple=128)
     counts, hidden = rows.tokens_per_expert, rows.values.shape[1]
     if hidden % 128:
-        raise InputError(f"te_grouped_tensor: hidden_size must be a multiple of 128, got {hidden}.")
+        raise InputError(
+            f"te_grouped_tensor: hidden_size must be a multiple of 128, got {hidden}. Use another adapter."
+        )
     import transformer_engine_torch as tex  # noqa: PLC0415 - optional
     from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor  # noqa: PLC0415
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer  # noqa: PLC0415
