@@ -87,6 +87,7 @@ class SlotWeights:
         Raises:
             InputError: The tensors do not fit the config or each other. In eager mode also if they differ between
                 ranks in sizes, dtype or ``requires_grad``, on every rank.
+            PeerError: In eager mode, another rank refused its parameters.
             StateError: The call is being compiled, the dispatcher is closed, or ``sent`` is of another dispatcher.
 
         Cost: one all-to-all, and two in the backward; none if no weight has to travel. In graph-safe mode with
@@ -153,10 +154,17 @@ class SlotWeights:
             raise InputError(f"SlotWeights: sent must be the result of a dispatch, got {type(sent).__name__}.")
         lease = self._dispatcher._lease
         channel = lease.enter()
-        _check_stacked(channel.config.num_experts // channel.communicator.size, stacked)
-        if sent.placement is not None and not channel.config.graph_safe and not is_recomputation():
-            # Their bytes travel, and those of their gradients. In graph-safe mode comparing them would be a host sync.
-            # Each call compares, because a rank that changes its parameters would otherwise do so alone.
+        # In graph-safe mode an exchange would be a host sync.
+        compares = sent.placement is not None and not channel.config.graph_safe and not is_recomputation()
+        try:
+            _check_stacked(channel.config.num_experts // channel.communicator.size, stacked)
+        except InputError as error:
+            if compares:
+                raise_alike(channel.control, error, of_call=True, label="parameters")
+            raise
+        if compares:
+            # Their bytes travel, and those of their gradients. Each call compares, because a rank that changes its
+            # parameters would otherwise do so alone.
             facts = {
                 f"parameter {number} of SlotWeights": f"{weight.dtype} {tuple(weight.shape)}, "
                 f"{'trained' if weight.requires_grad else 'frozen'}"
