@@ -9,6 +9,7 @@ out to zero. ``Dispatch`` and ``Combine`` make eager calls differentiable. ``ope
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +97,7 @@ class Departed:
 
     Attributes:
         channel: Channel of the dispatch.
-        started: What ``Backend.start`` or ``Backend.dispatch`` returned.
+        arrive: Function that waits for the rows, and returns what the backend delivers.
         padded: Tp, the number of rows that this rank sends, with padding.
         real_rows: int64, the indices of the rows that are sent; None if all are.
         given_TK: The ids of the router, of the rows that are sent.
@@ -111,7 +112,7 @@ class Departed:
     """
 
     channel: Channel
-    started: Any
+    arrive: Callable[[], Arrived]
     padded: int
     real_rows: Tensor | None
     given_TK: Tensor
@@ -207,8 +208,10 @@ def start(
         x_TD, weights_TK = pad(x_TD, real_rows, padded), pad(weights_TK, real_rows, padded)
         ids_TK = pad(ids_TK, None, padded, -1)
     try:
-        send = channel.backend.start if async_op or marks else channel.backend.dispatch
-        started = send(x_TD, ids_TK, weights_TK, sizes, *marks)
+        if async_op or marks:
+            arrive = partial(channel.backend.finish, channel.backend.start(x_TD, ids_TK, weights_TK, sizes, *marks))
+        else:
+            arrive = partial(_same, channel.backend.dispatch(x_TD, ids_TK, weights_TK, sizes))
     except LostPeerError:
         raise
     except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
@@ -218,7 +221,7 @@ def start(
         channel.meter.count_rows(rank=padded - count, cut=num_cut)
     return Departed(
         channel=channel,
-        started=started,
+        arrive=arrive,
         padded=padded,
         real_rows=real_rows,
         given_TK=given_TK,
@@ -232,6 +235,10 @@ def start(
     )
 
 
+def _same(arrived: Arrived) -> Arrived:
+    return arrived
+
+
 def finish(departed: Departed) -> Arrived:
     """Wait until the rows of a dispatch have arrived, and count them.
 
@@ -239,8 +246,7 @@ def finish(departed: Departed) -> Arrived:
         InputError: An id is invalid, and the ranks have not exchanged counts.
     """
     channel = departed.channel
-    started = departed.started
-    arrived: Arrived = started if isinstance(started, Arrived) else channel.backend.finish(started)
+    arrived = departed.arrive()
     if departed.unread is not None and departed.unread.read():
         problem = problem_of_ids(departed.given_TK, channel.config.num_experts, departed.valid_T)
         assert problem is not None

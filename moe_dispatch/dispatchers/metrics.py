@@ -277,12 +277,15 @@ class Meter:
         There are L experts, or E if there is a placement, and E in each layer. A host sync on a GPU.
         """
         total, by_layer = [0] * self._num_experts, dict[str, list[int]]()
-        for (layer, _), (by_expert, _) in self._layers.items():
-            *rows, _ = self._read(by_expert)
-            total = [*map(sum, zip(total, rows, strict=True))]
-            if layer in self._called:
-                name = self.names[layer]
-                by_layer[name] = [*map(sum, zip(by_layer.get(name, [0] * len(rows)), rows, strict=True))]
+        for device in self._counters:
+            here = {layer: rows for (layer, its), (rows, _) in self._layers.items() if its == device}
+            with self.turn(device):
+                found = torch.stack([*here.values()]).tolist()  # one host sync, however many layers there are
+            for layer, (*rows, _) in zip(here, found, strict=True):
+                total = [*map(sum, zip(total, rows, strict=True))]
+                if layer in self._called:
+                    name = self.names[layer]
+                    by_layer[name] = [*map(sum, zip(by_layer.get(name, [0] * len(rows)), rows, strict=True))]
         padding = sum(sum(self._read(padding)) for padding, *_ in self._counters.values())
         return total if self.placed else total[self._own], padding, by_layer
 

@@ -88,6 +88,7 @@ class SlotWeights:
         Raises:
             InputError: The tensors do not fit the config or each other. In eager mode also if they differ between
                 ranks in sizes, dtype or ``requires_grad``, on every rank.
+            PeerError: In eager mode, another rank refused its parameters.
             StateError: The call is being compiled, the dispatcher is closed, or ``sent`` is of another dispatcher.
 
         Cost: one all-to-all, and two in the backward; none if no weight has to travel. In graph-safe mode with
@@ -154,11 +155,17 @@ class SlotWeights:
             raise InputError(f"SlotWeights: sent must be the result of a dispatch, got {type(sent).__name__}.")
         lease = self._dispatcher._lease
         channel = lease.enter()
-        _check_stacked(channel.config.num_experts // channel.communicator.size, stacked)
+        compares = sent.placement is not None and not channel.config.graph_safe  # there it would be a host sync
+        try:
+            _check_stacked(channel.config.num_experts // channel.communicator.size, stacked)
+        except InputError as error:
+            if compares and not self._agreed:  # the peers compare in their first call
+                raise_alike(channel.control, error, of_call=True, label="parameters")
+            raise
         kinds = [(weight.dtype, weight.shape, weight.requires_grad) for weight in stacked]
-        if sent.placement is not None and kinds != self._agreed and not channel.config.graph_safe:
-            # Their bytes travel, and those of their gradients. In graph-safe mode comparing them would be a host sync.
-            # A rank that changes them later on its own waits here, and the watchdog names it.
+        if compares and kinds != self._agreed:
+            # Their bytes travel, and those of their gradients. A rank that changes them later on its own waits here,
+            # and the watchdog names it.
             facts = {
                 f"parameter {number} of SlotWeights": f"{dtype} {tuple(shape)}, {'trained' if trained else 'frozen'}"
                 for number, (dtype, shape, trained) in enumerate(kinds)

@@ -423,7 +423,7 @@ class _Session:
             return
         departed = Departed(
             channel=channel,
-            started=started,
+            arrive=partial(channel.backend.finish, started),
             padded=rows,
             real_rows=None,
             given_TK=ids,
@@ -547,8 +547,8 @@ class _Backend(Backend):
             with self._announced(_RESERVE, *_flat(sizes)):
                 self._inner.reserve(sizes)
 
-    def dispatch(self, *arguments: Any) -> Any:
-        return self.start(*arguments)  # ``finish`` follows, and tells the others that the rows are awaited
+    def dispatch(self, *arguments: Any) -> Arrived:
+        return self.finish(self.start(*arguments))
 
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None

@@ -21,7 +21,7 @@ from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.balance.movement import movement_of, static_movement
 from moe_dispatch.communication import Communicator
 from moe_dispatch.dispatchers import SlotWeights
-from moe_dispatch.errors import InputError, StateError
+from moe_dispatch.errors import InputError, PeerError, StateError
 from moe_dispatch.types import InFlight
 from moe_dispatch_testing import Scenario
 from tests.deep_ep_backends.vendors import HYBRID, V2
@@ -308,6 +308,20 @@ def test_parameters_that_differ_between_ranks_are_refused_on_all() -> None:
 
     for how in ("frozen", "bfloat16"):
         raises_everywhere(outcomes(partial(body, how=how), RANKS), InputError, "parameter 0 of SlotWeights", how)
+
+
+def test_parameters_that_one_rank_refuses_are_told_to_all() -> None:
+    def body(group: Group) -> None:
+        assert group is not None
+        dispatcher, stacked = build_dispatcher(small_config(**EXACT), group), own_part(group, torch.float32)
+        if group.rank() == 1:
+            stacked = [weight[1:] for weight in stacked]
+        x, routing, _ = inputs(group.rank(), 0, torch.float32)
+        SlotWeights(dispatcher).run(dispatcher.dispatch(x, routing), experts, *stacked)
+
+    results = outcomes(body, RANKS)
+    raises_everywhere([results.pop(1)], InputError, "stacked must be tensors")
+    raises_everywhere(results, PeerError, "rank 1 refused: SlotWeights: stacked must be tensors")
 
 
 @BOTH
