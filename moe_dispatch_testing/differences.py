@@ -1,7 +1,8 @@
 """Ranks that differ: what one rank may do otherwise than its peer, and what both of them then come to.
 
 In use, ranks are rarely alike: one has no tokens, one has frozen experts, one offloads activations. ``run_pair`` runs
-one layer on two ranks, each in a ``Manner`` of its own, and compares outputs and gradients with a dense layer.
+one layer on two ranks, each in a ``Manner`` of its own, and compares outputs and gradients with a dense layer. The
+conformance kit runs ``run_each_manner``.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_dispatch.backends import Constraints, parse_backend
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, SlotWeights, run_in_chunks
 from moe_dispatch.errors import InputError
 from moe_dispatch.types import Dispatched, Routing
 from moe_dispatch_testing.case import BackendSpec, poisoned_memory
-from moe_dispatch_testing.kit import fitted, options_of
 from moe_dispatch_testing.ranks import Ranks
 from moe_dispatch_testing.reference import ConformanceError, expect_close, expect_equal
 from moe_dispatch_testing.scenario import Batch, Scenario
 
 MOST_TOKENS = 40
+_PLAIN = Scenario(name="differences", tokens=(MOST_TOKENS,))
 
 
 @final
@@ -118,7 +120,7 @@ def is_run(config: DispatcherConfig, first: Manner, second: Manner) -> bool:
     if config.graph_safe and _frozen_apart(config, first, second):
         return False
     if first.recorded != second.recorded:
-        needs = options_of(config.backend).constraints(_scenario(config.backend).shape(2))
+        needs = _needs(config.backend)
         return not config.graph_safe and (needs.exchanges_counts or needs.equal_rows)
     return not (config.balance is not None and (first.detached or second.detached))
 
@@ -173,7 +175,13 @@ def run_pair(backend: BackendSpec, setting: str, names: tuple[str, str], ranks: 
 
 
 def _scenario(backend: BackendSpec) -> Scenario:
-    return fitted(backend, Scenario(name="differences", tokens=(MOST_TOKENS,)), 2)
+    return _PLAIN.fitted(_needs(backend))
+
+
+def _needs(backend: BackendSpec, scenario: Scenario = _PLAIN) -> Constraints:
+    options = parse_backend(backend)
+    assert options is not None
+    return options.constraints(scenario.shape(2))
 
 
 def _batches(scenario: Scenario, manners: Sequence[Manner]) -> list[Batch]:
@@ -281,8 +289,18 @@ def _compare(
 
 def settings_of(backend: BackendSpec) -> list[str]:
     """Return the names of the settings that a backend supports."""
-    needs = options_of(backend).constraints(dataclasses.replace(_scenario(backend), graph_safe=True).shape(2))
+    needs = _needs(backend, dataclasses.replace(_PLAIN, graph_safe=True))
     return [name for name, fields in SETTINGS.items() if needs.graph_safe or "graph_safe" not in fields]
+
+
+def run_each_manner(backend: BackendSpec, setting: str, ranks: Ranks) -> None:
+    """Run each manner once on each rank, with another partner in each setting; see ``run_pair``.
+
+    Raises:
+        ConformanceError: A result is wrong, or most pairs were not run.
+    """
+    count = run_pairs(backend, setting, ranks, shift=1 + 3 * [*SETTINGS].index(setting))
+    expect_equal("most manners were run", count >= len(MANNERS) - 7, True)
 
 
 def run_pairs(backend: BackendSpec, setting: str, ranks: Ranks, shift: int | None = None) -> int:

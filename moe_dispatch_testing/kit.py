@@ -13,6 +13,7 @@ from moe_dispatch._quantisation import RECIPES
 from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, Rejected, parse_backend
 from moe_dispatch.backends.base import listed_sizes
 from moe_dispatch_testing.case import BackendSpec, Case, run_case
+from moe_dispatch_testing.differences import run_each_manner, settings_of
 from moe_dispatch_testing.input_layouts import INPUT_LAYOUTS
 from moe_dispatch_testing.ranks import Ranks
 from moe_dispatch_testing.reference import served_rows, slots_of_rank
@@ -129,6 +130,16 @@ def conformance_cases(
     ranks = ranks or Ranks()
     for case in backend_cases(backend, ep_sizes):
         yield case.id, partial(run_case, backend, case, ranks)
+    if 2 in ep_sizes:
+        for setting in difference_settings(backend):
+            yield f"ranks_differ-ep2-{setting}", partial(run_each_manner, backend, setting, ranks)
+
+
+def difference_settings(backend: BackendSpec) -> list[str]:
+    """Return the settings in which the backend must run ranks that differ; none if it cannot train on two ranks."""
+    plain = Scenario(name="plain")
+    trains = options_of(backend).constraints(plain.shape(2)).differentiable
+    return settings_of(backend) if trains and excuse(backend, plain, 2) is None else []
 
 
 def backend_cases(backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES) -> Iterator[Case]:

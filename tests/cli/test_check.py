@@ -29,7 +29,7 @@ def test_right_backend_of_another_package_conforms(command: Command) -> None:
     assert answer.status == 0
     assert "excused by graph_safe False, on 1, 2 ranks: 1 scenario\n" in answer.out
     assert "excused by wire_dtypes none, on 1, 2 ranks: 1 scenario\n" in answer.out
-    assert answer.out.endswith("ok     backend ring conforms: 18 cases passed, 0 failed, on 1, 2 ranks\n")
+    assert answer.out.endswith("ok     backend ring conforms: 22 cases passed, 0 failed, on 1, 2 ranks\n")
     assert "ring" in known_backends()
 
 
@@ -42,12 +42,12 @@ def test_wrong_backend_does_not_conform(command: Command) -> None:
     one = r"failed skewed-ep2-rows-agree: ConformanceError: y: entry \(\d+, \d+\) must be .* on rank [01] of 2"
     assert re.fullmatch(one, failed[0])
     assert "Traceback" not in answer.out
-    assert failed[-1].startswith("failed backend halved does not conform: 0 cases passed, 13 failed")
+    assert failed[-1].startswith("failed backend halved does not conform: 0 cases passed, 19 failed")
 
 
 def test_verbose_lists_everything(command: Command) -> None:
     answer = command("check", HALVED, "--ep", "2", "--verbose")
-    assert answer.out.count("Traceback (most recent call last)") == 13
+    assert answer.out.count("Traceback (most recent call last)") == 19
     right = command("check", "moe_dispatch_ring:RingOptions", "--ep", "1", "-v").out
     assert "ok     skewed-ep1-rows-agree\n" in right
     assert "on 1 rank: skewed_graph_safe\n" in right

@@ -48,7 +48,7 @@ def test_numbers_of_check(monkeypatch: pytest.MonkeyPatch) -> None:
     scenarios: dict[str, set[str]] = defaultdict(set)
     for excuse in kit.excuses(ring):
         scenarios[excuse.reason].add(excuse.scenario)
-    counted = [*map(len, scenarios.values()), len(list(kit.backend_cases(ring)))]
+    counted = [*map(len, scenarios.values()), len(list(kit.conformance_cases(ring)))]
     assert [int(number) for number in re.findall(r"(\d+) (?:scenarios|cases)", output)] == counted
 
 

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from moe_dispatch import DispatcherConfig, build_dispatcher
 from moe_dispatch_testing import run_processes
 from moe_dispatch_testing.case import BackendSpec
-from moe_dispatch_testing.differences import MANNERS, SETTINGS, run_pairs, settings_of
-from moe_dispatch_testing.kit import describe, excuse
+from moe_dispatch_testing.differences import run_each_manner
+from moe_dispatch_testing.kit import describe, difference_settings
 from moe_dispatch_testing.ranks import Ranks
-from moe_dispatch_testing.scenario import Scenario
 from tests.conformance.backends import BACKENDS, more_backends
 from tests.dispatchers.layer import SAFE, outcomes, random_routing, random_rows, small_config
 
@@ -29,15 +28,13 @@ def difference_cases(*, short: bool) -> list[Any]:
         return [
             pytest.param(backend, setting, id=f"{describe(backend)}-{setting}")
             for backend in (SHORT if short else BACKENDS)
-            if describe(backend) != "local" and excuse(backend, Scenario(name="plain"), 2) is None
-            for setting in settings_of(backend)
+            for setting in difference_settings(backend)
         ]
 
 
 @pytest.mark.parametrize(("backend", "setting"), difference_cases(short=True))
 def test_ranks_that_differ(backend: BackendSpec, setting: str) -> None:
-    """Each manner meets another one in each setting, and runs on each rank."""
-    assert run_pairs(backend, setting, RANKS, shift=1 + 3 * [*SETTINGS].index(setting)) >= len(MANNERS) - 7
+    run_each_manner(backend, setting, RANKS)
 
 
 def _fails(group: dist.ProcessGroup, config: DispatcherConfig, where: str) -> None:

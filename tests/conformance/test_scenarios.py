@@ -69,7 +69,8 @@ def test_every_backend_runs_or_is_listed() -> None:
 @pytest.mark.parametrize("ep_size", EP_SIZES)
 def test_every_scenario_runs_somewhere(ep_size: int) -> None:
     ran = {name.partition("-ep")[0] for backend in BACKENDS for name, _ in conformance_cases(backend, (ep_size,))}
-    assert ran == {scenario.name for scenario in SCENARIOS}
+    assert ran - {"ranks_differ"} == {scenario.name for scenario in SCENARIOS}
+    assert ("ranks_differ" in ran) == (ep_size == 2)
 
 
 def test_nothing_in_the_kit_lies_idle() -> None:
