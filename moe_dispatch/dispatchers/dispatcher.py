@@ -77,7 +77,8 @@ class Dispatcher(nn.Module):
         self._has_seen_ddp = False
         with _real_tensors():
             self._lease = lease_channel(config, group, control_group, name)
-            autograd.make_anchor(device_of_tables(self._channel, None))
+            if torch.cuda.is_available():
+                autograd.make_anchor(device_of_tables(self._channel, None))
             ranks = self._channel.shape.ep_size
             if spare := config.spare_slots(ranks):
                 own = ExpertPlacement.contiguous(config.num_experts, ranks, spare=spare)
