@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -74,10 +75,20 @@ def thread_group(store: Store, rank: int, size: int, timeout: datetime.timedelta
     """Make a gloo group for one thread. Every rank of the group must be given the same store."""
     prefixed = PrefixStore("ranks", store)
     group = dist.ProcessGroup(prefixed, rank, size)
-    gloo = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._threads = 2
+    options._devices = [_device()]
+    gloo = dist.ProcessGroupGloo(prefixed, rank, size, options)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     return group
+
+
+@cache
+def _device() -> Any:
+    """Return the device of gloo that all threads share. The end of a device waits 10 ms for its loop."""
+    return dist.ProcessGroupGloo.create_default_device()
 
 
 def _run_threads(body: Callable[[int], Result], size: int) -> list[Result]:

@@ -15,8 +15,8 @@ import torch
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.backends import registry
-from moe_dispatch_testing import run_ranks
 from tests.pages import ROOT, blocks, run_page
+from tests.ranks import run_ranks
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("README.md")])
 TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch_testing import run_ranks
 from moe_dispatch_testing.emulation import imported_as_deep_ep
 from tests.migration_pages import Layer, largest_error, run_block
+from tests.ranks import run_ranks
 
 RANKS = 2
 

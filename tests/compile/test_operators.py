@@ -17,9 +17,9 @@ from moe_dispatch.backends.base import Backend, Route
 from moe_dispatch.dispatchers import operators
 from moe_dispatch.dispatchers.autograd import anchor_for, make_anchor
 from moe_dispatch.errors import StateError
-from moe_dispatch_testing.ranks import run_ranks
 from tests.compile.layer import dispatcher_for, tensors
 from tests.dispatchers.layer import small_config
+from tests.ranks import run_ranks
 
 Arguments = tuple[Any, ...]
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from moe_dispatch_testing import count_collectives, run_ranks
+from moe_dispatch_testing import count_collectives
 from tests.compile.layer import Layer, dispatcher_for, step, tensors
+from tests.ranks import run_ranks
 
 ONCE = {"counts": 1, "dispatch": 1, "combine": 1, "combine.backward": 1, "dispatch.backward": 1}
 KEPT = {torch.ops.moe_dispatch.dispatch.default, torch.ops.moe_dispatch.combine.default}

@@ -12,8 +12,8 @@ from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.backends import Arrived, Backend, BackendContext, MoEShape, Sizes
 from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import ConfigError, InputError
-from moe_dispatch_testing import run_ranks
 from moe_dispatch_testing.strict import StrictError, StrictOptions
+from tests.ranks import run_ranks
 
 
 def strict(group: dist.ProcessGroup | None, hidden: int = 32) -> Backend:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.types import QuantisedRows
 from moe_dispatch_testing.ranks import TIMEOUT, run_ranks
+from tests import ranks
 
 NUM_EXPERTS, TOP_K, HIDDEN = 8, 2, 16
 BACKENDS = [("local", 1), ("alltoall", 2), ("allgather", 2)]
@@ -150,7 +151,7 @@ def outcomes(
 
 def on_ranks(body: Callable[[Group], Result], size: int) -> list[Result]:
     """What ``body`` returned, by rank; a size of 1 is one rank without a process group."""
-    return run_ranks(body, size) if size > 1 else [body(None)]
+    return ranks.run_ranks(body, size) if size > 1 else [body(None)]
 
 
 def outcomes_on(body: Callable[[Group], Any], size: int) -> list[Any]:

@@ -14,8 +14,8 @@ from torch import Tensor
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import StateError
-from moe_dispatch_testing import run_ranks
 from tests.dispatchers.layer import small_config
+from tests.ranks import run_ranks
 
 EXPERTS, TOP_K, HIDDEN, MAXIMUM = 8, 3, 32, 40
 # What a route holds for its way back; the rest of it is the context, which outlives the call.

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from moe_dispatch import BSHD, Dispatched, Dispatcher, Routing, Rows, build_dispatcher
 from moe_dispatch.errors import InputError
 from moe_dispatch.types import InFlight
-from moe_dispatch_testing.ranks import run_ranks
 from tests.dispatchers.layer import (
     BACKENDS,
     HIDDEN,
@@ -28,6 +27,7 @@ from tests.dispatchers.layer import (
     random_rows,
     small_config,
 )
+from tests.ranks import run_ranks
 
 ROWS = 7
 

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch_testing import Ranks
+from tests.ranks import run_ranks as run_ranks
 
 # Groups live on from test to test: whatever the emulation refuses, all ranks leave a call after the same collectives.
-run_ranks = Ranks().run
 HIDDEN, TOP_K, NUM_EXPERTS = 256, 3, 8
 
 

@@ -13,7 +13,7 @@ from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import LayoutError
 from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Masked, Rows, Shard, broadcast_layout
 from moe_dispatch.layouts.encoding import encode
-from moe_dispatch_testing.ranks import run_ranks
+from tests.ranks import run_ranks
 
 STRIDED = torch.tensor([[0, 0], [3, 4], [8, 12]], dtype=torch.int32)
 LAYOUTS = [

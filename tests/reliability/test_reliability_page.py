@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from moe_dispatch import DispatcherConfig, build_dispatcher
 from moe_dispatch.watchdog import RankNote, WatchedCall, watch_group, watch_of
-from moe_dispatch_testing import run_ranks
 from tests.pages import blocks, run_page
+from tests.ranks import run_ranks
 
 
 def test_the_code_of_the_page() -> None:

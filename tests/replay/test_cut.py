@@ -10,7 +10,7 @@ import torch
 from moe_dispatch import BSHD, SBHD, THD, Masked, Rows
 from moe_dispatch.errors import InputError, PeerError
 from moe_dispatch.replay import Cut, RoutingTable, replayed
-from moe_dispatch_testing import run_ranks
+from tests.ranks import run_ranks
 from tests.replay.samples import random_ids, small_table
 
 TABLE = small_table()

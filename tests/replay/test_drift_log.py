@@ -10,10 +10,10 @@ import torch
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.replay import replayed
-from moe_dispatch_testing import run_ranks
 from moe_dispatch_tools.report.sections import run_content
 from moe_dispatch_tools.traces import RunLog
 from tests.dispatchers.layer import HIDDEN, small_config
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")

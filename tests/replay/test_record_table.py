@@ -13,9 +13,9 @@ from moe_dispatch import BSHD, SBHD, THD, Dispatcher, Routing, build_dispatcher
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.replay import RoutingTable
-from moe_dispatch_testing import run_ranks
 from moe_dispatch_tools.traces import Trace
 from tests.dispatchers.layer import HIDDEN, small_config
+from tests.ranks import run_ranks
 
 NAMES, LAYERS, LENGTHS = ("a", "b", "c"), 2, {"a": 6, "b": 3, "c": 5}
 LOCAL = small_config("local")

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from moe_dispatch import THD, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.errors import InputError
 from moe_dispatch.replay import RoutingTable, replayed
-from moe_dispatch_testing import run_ranks
 from tests.dispatchers.layer import apply_experts, expert_weights, local_part, random_rows
+from tests.ranks import run_ranks
 from tests.replay.samples import random_ids
 
 E, K, D, T, SCALE = 8, 3, 16, 12, 1.7

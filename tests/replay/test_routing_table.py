@@ -14,8 +14,8 @@ from moe_dispatch import BSHD, THD, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, PeerError, TraceError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.replay import RoutingTable
-from moe_dispatch_testing import run_ranks
 from tests.pages import run_page
+from tests.ranks import run_ranks
 from tests.replay.samples import SAMPLES_OF_VERL, random_ids, small_table
 
 

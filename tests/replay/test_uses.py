@@ -12,7 +12,7 @@ from moe_dispatch import THD, communication
 from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import ConfigError, InputError, PeerError, StateError
 from moe_dispatch.replay import RoutingTable
-from moe_dispatch_testing import run_ranks
+from tests.ranks import run_ranks
 from tests.replay.samples import random_ids, small_table
 
 LENGTHS = {"a": 5, "b": 3, "c": 8}

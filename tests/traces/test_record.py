@@ -17,9 +17,9 @@ from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.errors import TraceError
 from moe_dispatch.permutation import merge_slots
 from moe_dispatch_testing import refuse_host_syncs
-from moe_dispatch_testing.ranks import run_ranks
 from moe_dispatch_tools.traces import Part, Trace
 from tests.dispatchers.layer import Group, on_ranks, outcomes, random_routing, random_rows, small_config
+from tests.ranks import run_ranks
 from tests.traces.recorded import Given, batches, record_batches, run
 
 CONFIGS = {1: small_config("local"), 2: small_config("alltoall"), 4: small_config("allgather", pad_multiple=4)}

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from moe_dispatch.dispatchers import SlotWeights
-from moe_dispatch_testing.ranks import run_ranks
 from moe_dispatch_tools.compare import contenders
 from moe_dispatch_tools.compare.workload import WORKLOADS, Workload, make_material, workload_ids
 from tests.cli.compare.test_compare import asked, outcome, written
 from tests.cli.conftest import Command
 from tests.cli.test_command import start
 from tests.dispatchers.layer import small_config
+from tests.ranks import run_ranks
 from tests.traces.recorded import record_batches
 
 BALANCED = "alltoall+balance=least_loaded"

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch_testing.rank_context import LayerCall
-from moe_dispatch_testing.ranks import run_ranks
 from moe_dispatch_tools.compare import measurement, peers
 from moe_dispatch_tools.compare.command import make_workloads
 from moe_dispatch_tools.compare.contenders import Peer, RowFunction, run_layer
@@ -25,6 +24,7 @@ from moe_dispatch_tools.compare.workload import Workload, make_material
 from tests.cli.compare.test_compare import asked, compared, outcome, written
 from tests.cli.conftest import Command
 from tests.cli.test_command import start
+from tests.ranks import run_ranks
 
 
 def few(*, ranks: int = 2, tokens: str = "8", mode: str = "eager") -> list[str]:

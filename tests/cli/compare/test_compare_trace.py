@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from moe_dispatch import DispatcherConfig
-from moe_dispatch_testing.ranks import run_ranks
 from moe_dispatch_tools.compare.workload import Workload, make_material, real_rows
 from moe_dispatch_tools.traces import Trace
 from tests.cli.compare.test_compare import asked, outcome, written
 from tests.cli.conftest import Command
 from tests.dispatchers.layer import small_config
+from tests.ranks import run_ranks
 from tests.traces.recorded import record_batches
 
 # What the recorder's tests record: two layers, seven dispatches each, in layouts of every kind.

@@ -12,9 +12,9 @@ from moe_dispatch.backends import capacity, registry
 from moe_dispatch.backends.allgather import AllGatherOptions
 from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError
-from moe_dispatch_testing import run_ranks
 from moe_dispatch_tools.plan.routing import random_routing
 from tests.cli.plan.planned import LABELS, TOKENS, config, mixed_ids, plan_of, recorded, run
+from tests.ranks import run_ranks
 
 STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": TOKENS + 3}
 # A backend as a command line names it, dtype, fields of the config, and number of ranks.

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from moe_dispatch import Routing, Rows, build_dispatcher
 from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.errors import InputError
-from moe_dispatch_testing import run_ranks
 from moe_dispatch_tools.placements import count_copies
 from moe_dispatch_tools.traces import Trace
 from tests.cli.conftest import Command
 from tests.cli.plan.planned import config, mixed_ids
 from tests.cli.plan.test_models import QWEN3, written
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
 
