@@ -75,7 +75,7 @@ def thread_group(store: Store, rank: int, size: int, timeout: datetime.timedelta
     """Make a gloo group for one thread. Every rank of the group must be given the same store."""
     prefixed = PrefixStore("ranks", store)
     group = dist.ProcessGroup(prefixed, rank, size)
-    options = dist.ProcessGroupGloo._Options()
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._threads = 2
     options._devices = [_device()]
