@@ -92,7 +92,7 @@ slow: $(DEV) ## the slow tests: those that start programs, compile for long or r
 multihost: $(DEV) ## the tests on two hosts, which are network namespaces of this machine; they need root
 	$(PY) -m pytest tests/multihost -o faulthandler_timeout=500 $(ARGS)
 
-kit: $(DEV) ## the cases of the kit that make test and make slow leave out, and every scenario with copies of experts
+kit: $(DEV) ## the cases of the kit that make test leaves out, and every scenario with copies of experts
 	$(PY) -m pytest tests/conformance/whole_kit.py tests/conformance/placed.py --numprocesses auto $(ARGS)
 
 faults: $(DEV) ## break one of four processes in every phase, 25 minutes; a table of what the others raised

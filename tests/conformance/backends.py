@@ -35,7 +35,7 @@ VARIANTS: tuple[BackendSpec, ...] = (
 )
 # These run with one input layout, and graph-safe scenarios on two ranks only. The dispatcher handles layouts, so it is
 # enough that our own backends run with all of them: ``allgather`` needs equal, aligned rows, as ``strict`` does.
-# ``cases.py`` says which of these cases are left to ``make kit``.
+# ``cases.py`` says which of these cases ``make test`` runs.
 IN_ONE_LAYOUT: tuple[BackendSpec, ...] = ("ring", "strict", *VARIANTS)
 
 

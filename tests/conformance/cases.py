@@ -1,9 +1,15 @@
-"""The cases of the kit: those of ``make test`` and ``make slow``, and the others, which ``make kit`` runs."""
+"""The cases of the kit: a covering selection for ``make test``, and all others, which ``make kit`` runs.
+
+Every scenario is in the selection, and so is every pair of settings that some case of the kit has: backend with its
+options, group size, input layout, mode, dtype, padding, copies of experts and chunks; and backend, policy of row
+counts, routing, schedule, who applies the weights, what travels, and which inputs collect gradients.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -13,38 +19,26 @@ from moe_dispatch_testing.case import BackendSpec, Case, run_case
 from moe_dispatch_testing.kit import backend_cases, describe
 from tests.conformance.backends import BACKENDS, IN_ONE_LAYOUT, OLDER_RELEASES, more_backends
 
-# The dispatcher and autograd handle what these scenarios show: gradients that nobody asks for, empty experts, layouts,
-# the dtype of the experts. A backend is called as in other scenarios.
-OF_THE_DISPATCHER = frozenset(
-    (
-        *("idle_ranks_detached", "nowhere_detached", "sent_again_detached", "experts_only"),
-        *("x_without_grad", "weights_without_grad", "inputs_without_grad", "pad_16_unpoisoned", "strided", "debug"),
-        *("layout_given", "nothing_given", "backward_one_by_one", "checkpointed_reentrant", "combined_twice"),
-        *("float64_experts", "float32_experts", "bfloat16_experts", "float16_experts", "float64", "float16"),
-        *("one_expert_per_rank", "one_token_on_one_rank", "one_rank_with_tokens", "equal_tokens", "balanced"),
-        *("placed", "placed_partly_nowhere", "wire_bfloat16_float64"),
-    )
-)
-# One scenario for each thing in which the calls of two backends may differ. ``make test`` runs no others on variants of
-# a backend and on emulated libraries. The short selection of an older release has no others in graph-safe mode.
-OF_EACH_KIND_OF_CALL = frozenset(
-    (
-        *("partly_nowhere", "rank_without_tokens", "duplicates", "many_tokens", "pad_128", "changing_tokens"),
-        *("wire_bfloat16", "checkpointed", "placed_duplicates", "in_chunks"),
-    )
-)
-_SHORTER: tuple[BackendSpec, ...] = (*OLDER_RELEASES, {"name": "deepep", "emulate": "v2.5.0", "expand": True})
+_Cases = dict[str, tuple[BackendSpec, Case]]
 
 
 def chosen_cases(*, short: bool) -> Iterator[Any]:
-    """Yield a parameter for each case, a function that runs it: of the short selection, or of all other cases."""
-    ranks = Ranks()
+    """Yield a parameter for each case, a function that runs it: of the covering selection, or of all other cases."""
+    ranks, cases = Ranks(), _all_cases()
+    selected = _covering(cases)
+    for name, (backend, case) in cases.items():
+        if (name in selected) is short:
+            yield pytest.param(partial(run_case, backend, case, ranks), id=name)
+
+
+def _all_cases() -> _Cases:
     with more_backends():
-        for backend in BACKENDS:
-            for case in backend_cases(backend):
-                if _is_run(case, backend) and _is_short(case, backend) is short:
-                    run, name = partial(run_case, backend, case, ranks), f"{describe(backend)}-{case.id}"
-                    yield pytest.param(run, id=name, marks=pytest.mark.slow if _is_slow(case, backend) else ())
+        return {
+            f"{describe(backend)}-{case.id}": (backend, case)
+            for backend in BACKENDS
+            for case in backend_cases(backend)
+            if _is_run(case, backend)
+        }
 
 
 def _is_run(case: Case, backend: BackendSpec) -> bool:
@@ -56,31 +50,58 @@ def _is_run(case: Case, backend: BackendSpec) -> bool:
     return case.input_layout == "bshd" and (case.ep_size == 4 or backend not in OLDER_RELEASES)
 
 
-def _is_short(case: Case, backend: BackendSpec) -> bool:
-    """Return whether ``make test`` or ``make slow`` runs a case.
+def _covering(cases: _Cases) -> set[str]:
+    """Select cases one by one, each time the one that shows the most that is not shown yet for the time it takes."""
+    numbers: dict[Hashable, int] = {}
+    shown = {
+        name: sum({1 << numbers.setdefault(pair, len(numbers)) for pair in _shows(backend, case)})
+        for name, (backend, case) in cases.items()
+    }
+    left, selected = (1 << len(numbers)) - 1, set()
+    while left:
+        best = max(shown, key=lambda name: (shown[name] & left).bit_count() / _cost(cases[name][1]))
+        selected.add(best)
+        left &= ~shown[best]
+        shown = {name: pairs for name, pairs in shown.items() if pairs & left}
+    return selected
 
-    ``local`` is fast and runs all cases. The dispatcher cuts or masks rows before a backend sees them, on any number of
-    ranks, so it is enough that two ranks run the other layouts.
+
+def _shows(backend: BackendSpec, case: Case) -> Iterator[Hashable]:
+    """Yield the scenario and the pairs of settings that a case shows.
+
+    On one rank nothing travels, so for a backend that can do more a group of one shows only that it works at all.
     """
-    static, name = case.scenario.graph_safe, _name(case)
-    if backend == "local":
-        return True
-    if backend not in IN_ONE_LAYOUT:
-        if name in OF_THE_DISPATCHER and (case.ep_size == 1 or (static and case.ep_size == 4)):
-            return False
-        return case.input_layout == "bshd" or case.ep_size == 2
-    if static:
-        return name in OF_EACH_KIND_OF_CALL if backend in _SHORTER else name not in OF_THE_DISPATCHER
-    if name in OF_THE_DISPATCHER and (case.ep_size != 4 or "emulate" in backend):
-        return False
-    return case.ep_size != 2
+    scenario = case.scenario
+    ep_size = ("ep_size", case.ep_size)
+    others = (
+        ("backend", describe(backend)),
+        ("layout", case.input_layout),
+        ("graph_safe", scenario.graph_safe),
+        ("dtype", scenario.dtype),
+        ("padding", scenario.pad_multiple),
+        ("copies", scenario.spare > 0),
+        ("chunks", scenario.chunk_tokens is not None),
+    )
+    yield scenario.name
+    yield from ((ep_size, other) for other in others)
+    if case.ep_size > 1 or backend == "local":
+        yield from combinations(others, 2)
+        yield from combinations(
+            (
+                ("name", backend if isinstance(backend, str) else backend["name"]),
+                ("row_counts", case.row_counts),
+                ("routing", scenario.routing),
+                ("schedule", scenario.schedule),
+                ("weights", scenario.weights),
+                ("wire", scenario.wire_dtype, scenario.grad_wire_dtype, scenario.deliver),
+                ("requires_grad", scenario.requires_grad),
+            ),
+            2,
+        )
 
 
-def _is_slow(case: Case, backend: BackendSpec) -> bool:
-    """Return whether ``make test`` leaves a case of the short selection to ``make slow``."""
-    return backend in IN_ONE_LAYOUT and _name(case) not in OF_EACH_KIND_OF_CALL
-
-
-def _name(case: Case) -> str:
-    """Return the name of a scenario without the mode in which it runs."""
-    return case.scenario.name.removesuffix("_graph_safe")
+def _cost(case: Case) -> float:
+    """Return the time that a case takes, roughly, as a multiple of that of an eager step on one rank."""
+    scenario = case.scenario
+    steps = 4 if scenario.chunk_tokens is not None else 1
+    return case.ep_size * steps * (2 if scenario.graph_safe else 1) * (2 if scenario.num_experts > 8 else 1)

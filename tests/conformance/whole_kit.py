@@ -1,4 +1,4 @@
-"""The cases of the conformance kit that ``make test`` and ``make slow`` leave out. ``make kit`` runs them."""
+"""The cases of the conformance kit that ``make test`` leaves out. ``make kit`` runs them."""
 
 from __future__ import annotations
 
