@@ -28,7 +28,7 @@ from tests.conformance.planted import NAMES, PLACES, PLANTS, groups, operator, p
 from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
 
 pytestmark = pytest.mark.usefixtures("nothing_planted")
-SECONDS = datetime.timedelta(seconds=1)
+SECONDS = datetime.timedelta(seconds=0.5)
 
 
 def _refused(body: Callable[[], object]) -> None:

@@ -339,7 +339,7 @@ def _named(value: Any) -> str:
 def run_scenario(backend: BackendSpec, name: str, ep_size: int | None = None) -> None:
     """Run the cases of a scenario, on one rank if the backend is local, else on two."""
     ep_size = ep_size or (1 if backend == "local" else 2)
-    ranks = Ranks(timeout=datetime.timedelta(seconds=1))  # peers of a rank that failed wait this long
+    ranks = Ranks(timeout=datetime.timedelta(seconds=0.5))  # peers of a rank that failed wait this long
     (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
     for case in scenario_cases(fitted(backend, scenario, ep_size), ep_size):
         run_case(backend, case, ranks)
