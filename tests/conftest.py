@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -37,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     thread that it woke, that lasts a time slice: collectives of ranks that are threads then take six times as long.
     """
     worker = getattr(config, "workerinput", {}).get("workerid")
+    if worker is None:
+        config.pluginmanager.register(TimeLeft(config))
     if worker is None or not hasattr(os, "SCHED_BATCH"):
         return
     cores = sorted(os.sched_getaffinity(0))
@@ -72,3 +75,30 @@ def pytest_collection_finish() -> None:
     """Leave torch's modules and thousands of test items out of every garbage collection: a fifth of the time."""
     gc.collect()
     gc.freeze()
+
+
+class TimeLeft:
+    """Says after every tenth of a long run how long the rest will take, from the time of the tests that are done."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config, self._tests, self._done, self._start = config, 0, 0, 0.0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._begin(len(session.items))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self._begin(len(ids))
+
+    def _begin(self, tests: int) -> None:
+        self._tests, self._start = tests, time.monotonic()
+
+    def pytest_runtest_logfinish(self) -> None:
+        self._done += 1
+        tenth = max(self._tests // 10, 1)
+        terminal = self._config.pluginmanager.getplugin("terminalreporter")
+        if self._tests < 500 or self._done % tenth or self._done == self._tests or terminal is None:
+            return
+        left = (time.monotonic() - self._start) * (self._tests - self._done) / self._done
+        terminal.ensure_newline()
+        terminal.write_line(f"{self._done} of {self._tests} tests, about {left:.0f} s left")
