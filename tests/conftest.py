@@ -100,5 +100,4 @@ class TimeLeft:
         if self._tests < 500 or self._done % tenth or self._done == self._tests or terminal is None:
             return
         left = (time.monotonic() - self._start) * (self._tests - self._done) / self._done
-        terminal.ensure_newline()
-        terminal.write_line(f"{self._done} of {self._tests} tests, about {left:.0f} s left")
+        terminal.write_line(f"\n{self._done} of {self._tests} tests, about {left:.0f} s left")
