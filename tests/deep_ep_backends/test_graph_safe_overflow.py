@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_dispatch import Dispatcher, Routing, build_dispatcher
 from moe_dispatch.errors import CapacityError
 from moe_dispatch.types import Capacity
-from tests.deep_ep_backends.static_layer import PER_EXPERT, one_layer
+from tests.deep_ep_backends.static_layer import PER_EXPERT, first_expert, one_layer
 from tests.deep_ep_backends.vendors import HYBRID, RAGGED, config, rank_of
 from tests.dispatchers.layer import Group, on_ranks, random_routing
 
@@ -55,7 +55,7 @@ def overflowing(backend: dict[str, Any], group: Group, **fields: Any) -> Dispatc
 
 
 def capacity_of(dispatcher: Dispatcher) -> Capacity:
-    capacity = dispatcher._channel.capacity
+    capacity = dispatcher.plan(like=torch.ones(MOST, 256)).sizes.capacity
     assert capacity is not None
     return capacity
 
@@ -63,15 +63,22 @@ def capacity_of(dispatcher: Dispatcher) -> Capacity:
 def expert_sum(dispatcher: Dispatcher, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """A layer of experts that multiply by powers of two, so that a sum tells which slots are in it."""
     sent = dispatcher.dispatch(x, Routing(ids, weights))
-    first = rank_of(dispatcher._channel.communicator.group) * len(sent.tokens_per_expert)
-    factor = PER_EXPERT[first:][: len(sent.tokens_per_expert)].repeat_interleave(sent.tokens_per_expert)
+    factor = PER_EXPERT[first_expert(sent) :][: len(sent.tokens_per_expert)].repeat_interleave(sent.tokens_per_expert)
     rows = sent.rows.clone()
     rows[: len(factor)] *= factor.unsqueeze(1)
     return dispatcher.combine(rows, sent)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(
+    ("release", "case"),
+    [
+        *(("hybrid", case) for case in CASES),
+        ("ragged", "one above in an empty expert"),
+        ("ragged", "far above"),
+        ("old", "at capacity"),
+        ("old", "nothing left for the next expert"),
+    ],
+)
 def test_exactly_the_last_places_are_dropped(release: str, case: str) -> None:
     ids_PTK = torch.tensor(CASES[case])
 
@@ -99,7 +106,7 @@ def test_exactly_the_last_places_are_dropped(release: str, case: str) -> None:
     on_ranks(body, 2)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["at capacity", "one above", "far above"])
 def test_raise_tells_all_ranks_alike(case: str) -> None:
     ids_PTK = torch.tensor(CASES[case])
 
@@ -118,27 +125,35 @@ def test_raise_tells_all_ranks_alike(case: str) -> None:
     on_ranks(body, 2)
 
 
-@pytest.mark.parametrize("pad_multiple", [1, 4, 16])
-@pytest.mark.parametrize("release", RELEASES)
-def test_random_routings_are_reported_where_rows_were_dropped_and_only_there(release: str, pad_multiple: int) -> None:
-    generator = torch.Generator().manual_seed(pad_multiple)
-    dispatcher = overflowing(RELEASES[release], None, capacity_factor=0.5, pad_multiple=pad_multiple)
-    capacity, backend = capacity_of(dispatcher), dispatcher._channel.backend
-    sizes = dispatcher.plan(like=torch.ones(MOST, 256)).sizes
-    seen = set()
-    for _ in range(200):
+@pytest.mark.parametrize(
+    ("release", "pad_multiple", "factor"),
+    [
+        ("hybrid", 1, 0.5),
+        ("hybrid", 4, 0.25),
+        ("hybrid", 16, 0.5),
+        ("ragged", 4, 0.25),
+        ("old", 1, 0.5),
+        ("old", 4, 0.25),
+    ],
+)
+def test_random_routings_are_reported_where_rows_were_dropped_and_only_there(
+    release: str, pad_multiple: int, factor: float
+) -> None:
+    generator, seen = torch.Generator().manual_seed(pad_multiple), set()
+    for _ in range(40):
         ids = torch.rand(MOST, 8, generator=generator).argsort(1)[:, :2]
         ids = torch.where(torch.rand(MOST, 2, generator=generator) < torch.rand(1, generator=generator), ids, -1)
-        kept = kept_slots(ids.unsqueeze(0), capacity, pad_multiple)
-        arrived = backend.dispatch(torch.ones(MOST, 256), ids, torch.ones(MOST, 2), sizes)
-        assert arrived.demand is not None
-        needed, dropped = int(arrived.demand[0]), int((ids >= 0).sum() - kept.sum())
+        dispatcher = overflowing(RELEASES[release], None, capacity_factor=factor, pad_multiple=pad_multiple)
+        capacity = capacity_of(dispatcher)
+        kept, sent = kept_slots(ids.unsqueeze(0), capacity, pad_multiple), int((ids >= 0).sum())
+        arrived = dispatcher.dispatch(torch.ones(MOST, 256), Routing(ids, torch.ones(MOST, 2)))
         assert int(arrived.real_tokens_per_expert.sum()) == int(kept.sum())
-        assert (needed > capacity.rows) == (dropped > 0)
-        assert needed <= max(int((ids >= 0).sum()), 0)
-        seen.add(dropped > 0)
+        needed, dropped = dispatcher.check(), sent > int(kept.sum())
+        assert needed.overflowed == (needed.rows > capacity.rows) == dropped
+        assert needed.rows <= sent
+        seen.add(dropped)
+        dispatcher.close()
     assert seen == ({False, True} if pad_multiple < 16 else {False})
-    dispatcher.close()
 
 
 def test_padding_that_is_not_there_leaves_room_for_more_rows() -> None:
@@ -159,16 +174,18 @@ def test_padding_that_is_not_there_leaves_room_for_more_rows() -> None:
 
 # It is not told how much was dropped, so it grows by the headroom from what it knows was too little: one more than
 # there was room for, or with padding than what had arrived.
-@pytest.mark.parametrize(("pad_multiple", "rooms"), [(1, [8, 11, 14, 17, 21, 25, 30, 32]), (4, [8, 24])])
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(
+    ("release", "pad_multiple", "factor", "rooms"),
+    [("hybrid", 1, 1.5, [24, 29, 32]), ("ragged", 4, 0.5, [8, 24]), ("old", 4, 0.5, [8, 24])],
+)
 def test_a_step_that_overflowed_is_run_until_it_gives_what_room_from_the_start_does(
-    release: str, pad_multiple: int, rooms: list[int]
+    release: str, pad_multiple: int, factor: float, rooms: list[int]
 ) -> None:
     def body(group: Group) -> None:
         rank, runs = rank_of(group), []
         fields: dict[str, Any] = {"pad_multiple": pad_multiple}
         roomy = overflowing(RELEASES[release], group, capacity_factor="worst", on_overflow=None, **fields)
-        tight = overflowing(RELEASES[release], group, capacity_factor=0.5, on_overflow="raise", **fields)
+        tight = overflowing(RELEASES[release], group, capacity_factor=factor, on_overflow="raise", **fields)
         x = torch.randn(MOST, 256, generator=torch.Generator().manual_seed(rank))
         routing = Routing(torch.tensor([[0, 1], [2, 3]] * (MOST // 2)), random_routing(MOST, rank).topk_weights)
 

@@ -8,6 +8,7 @@ import torch
 
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing
 from moe_dispatch.backends.deep_ep.buffers import LibraryBackend
+from moe_dispatch_testing.emulation import emulated_deep_ep
 from tests.dispatchers.layer import Group, random_routing
 
 V1: dict[str, Any] = {"name": "deepep", "emulate": "v1.2.1"}
@@ -19,9 +20,11 @@ ALL = [V1, V2, V25, HYBRID, RAGGED]
 names = [backend["emulate"] for backend in ALL]
 
 
-def rank_major_class(module: Any) -> Any:
-    """The buffer class that ``deepep`` calls."""
-    return getattr(module, "EPBuffer", None) or getattr(module, "ElasticBuffer", None) or module.Buffer
+def buffer_class(backend: dict[str, Any]) -> Any:
+    """The class of the emulated library that the backend calls."""
+    module = emulated_deep_ep(backend["emulate"])
+    found = (getattr(module, name, None) for name in ("HybridEPBuffer", "EPBuffer", "ElasticBuffer", "Buffer"))
+    return next(cls for cls in found if cls is not None)
 
 
 def config(backend: dict[str, Any], **fields: Any) -> DispatcherConfig:
