@@ -85,8 +85,11 @@ def test_a_key_may_have_several_entries(pad_multiple: int, kernels: Any) -> None
 
 
 @pytest.mark.parametrize("dropping", [False, True])
-@pytest.mark.parametrize("pad_multiple", [1, 2, 16])
-@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "pad_multiple"),
+    [(SHAPES[1], 16), (SHAPES[2], 1), (SHAPES[2], 2), (SHAPES[3], 2), (SHAPES[3], 16), (SHAPES[4], 1), (SHAPES[4], 16)],
+    ids=str,
+)
 def test_groups_statically_as_torch_does(
     shape: tuple[int, int, int], pad_multiple: int, dropping: bool, kernels: Any
 ) -> None:
@@ -158,7 +161,7 @@ def test_gives_rows_their_places_as_torch_does(shape: tuple[int, int, int, int, 
         one = torch.zeros(1, dtype=torch.int64)
         expected = SendTable(source_B=places, is_empty_B=places == 0, member_N=none, cu_T=one, busiest=one[0])
     *found, slots_P = kernels.send_places(ids_TK, experts, size, pair_rows)
-    for field, mine, theirs in zip(SendTable._fields, found, expected, strict=True):
-        assert mine.dtype == theirs.dtype, field
-        assert torch.equal(mine, theirs), field
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
     assert torch.equal(slots_P, counts.view(-1, experts)[1:].sum(1))
