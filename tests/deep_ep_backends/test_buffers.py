@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch import Routing, Rows, build_dispatcher
+from moe_dispatch import Dispatcher, Routing, Rows, build_dispatcher
 from moe_dispatch.errors import InputError, PeerError
 from moe_dispatch_testing.emulation import emulated_deep_ep
 from tests.deep_ep_backends.conftest import Wrap
@@ -24,6 +24,7 @@ from tests.deep_ep_backends.vendors import (
     identity,
     identity_and_close,
     names,
+    on_dispatchers,
     rank_of,
 )
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
@@ -59,37 +60,33 @@ def test_v1_takes_the_hints_and_across_nodes_a_queue_for_every_multiprocessor(si
 def test_buffers_grow_by_what_the_ranks_agreed_on(backend: dict[str, Any]) -> None:
     """Only rank 1 has many rows; every rank's buffer grows, to the same size, and earlier dispatches stay good."""
 
-    def body(group: Group) -> list[int]:
-        dispatcher = build_dispatcher(config(backend), group)
+    def body(dispatcher: Dispatcher, rank: int) -> list[int]:
         sizes = []
         x = torch.ones(3, 256, requires_grad=True)
         early = dispatcher.dispatch(x, Routing(torch.tensor([[0, 7]] * 3), torch.ones(3, 2)))
         for rows in (3, 600, 5, 1300):
-            dispatcher.plan(like=torch.empty(rows if rank_of(group) == 1 else 3, 256))
+            dispatcher.plan(like=torch.empty(rows if rank == 1 else 3, 256))
             sizes.append(backend_of(dispatcher).rows)
         identity(dispatcher, 5)
         dispatcher.combine(early.rows, early).sum().backward()
         assert x.grad is not None
         assert bool((x.grad == 2).all())
-        dispatcher.close()
         return sizes
 
-    assert on_ranks(body, 2) == [[512, 1024, 1024, 2048]] * 2
+    assert on_dispatchers(body, config(backend)) == [[512, 1024, 1024, 2048]] * 2
 
 
 @pytest.mark.parametrize("backend", [V2, HYBRID], ids=["v2", "hybrid"])
 def test_a_known_maximum_is_reserved_when_the_channel_opens(backend: dict[str, Any]) -> None:
-    def body(group: Group) -> int:
-        dispatcher = build_dispatcher(config(backend, max_tokens_per_rank=700), group)
+    def body(dispatcher: Dispatcher, rank: int) -> int:
         opened = backend_of(dispatcher).rows
         dispatcher.plan(like=torch.empty(700, 256))
         assert backend_of(dispatcher).rows == opened
         with pytest.raises(InputError, match=r"at most max_tokens_per_rank \(700\) rows per rank, got 701"):
             dispatcher.plan(Rows(), like=torch.ones(701, 256))
-        dispatcher.close()
         return opened
 
-    first, second = on_ranks(body, 2)
+    first, second = on_dispatchers(body, config(backend, max_tokens_per_rank=700))
     assert first == second >= 700
 
 
@@ -143,14 +140,13 @@ def test_a_mark_reaches_peers_before_they_make_buffers() -> None:
     assert isinstance(second, InputError)
 
 
-@pytest.mark.parametrize("backend", [V25, HYBRID], ids=["v2.5", "hybrid"])
-def test_a_rank_without_room_keeps_its_own_error(backend: dict[str, Any], wrap: Wrap) -> None:
+def test_a_rank_without_room_keeps_its_own_error(wrap: Wrap) -> None:
     def opening(original: Any, *args: Any, **given: Any) -> None:
         if threading.current_thread().name == "rank-1":
             raise MemoryError("no room on this rank")
         original(*args, **given)
 
-    wrap(buffer_class(backend), "__init__", opening)
-    results = outcomes(lambda group: build_dispatcher(config(backend, max_tokens_per_rank=64), group), 2, seconds=0.5)
+    wrap(buffer_class(HYBRID), "__init__", opening)
+    results = outcomes(lambda group: build_dispatcher(config(HYBRID, max_tokens_per_rank=64), group), 2, seconds=1)
     assert isinstance(results[1], MemoryError)
     assert isinstance(results[0], Exception)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch import Dispatcher, Routing, build_dispatcher
+from moe_dispatch import Dispatcher, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.errors import CapacityError
 from moe_dispatch.types import Capacity
 from tests.deep_ep_backends.static_layer import PER_EXPERT, first_expert, one_layer
-from tests.deep_ep_backends.vendors import HYBRID, RAGGED, config, rank_of
+from tests.deep_ep_backends.vendors import HYBRID, RAGGED, config, on_dispatchers, rank_of
 from tests.dispatchers.layer import Group, on_ranks, random_routing
 
 OLD = {**HYBRID, "emulate": "hybridep-34152ae"}
@@ -44,14 +44,14 @@ def kept_slots(ids_PTK: Tensor, capacity: Capacity, pad_multiple: int) -> Tensor
     return kept
 
 
-def overflowing(backend: dict[str, Any], group: Group, **fields: Any) -> Dispatcher:
+def overflowing(backend: dict[str, Any], **fields: Any) -> DispatcherConfig:
     settings: dict[str, Any] = {
         "graph_safe": True,
         "max_tokens_per_rank": MOST,
         "capacity_factor": 1.0,
         "on_overflow": "drop_by_position",
     }
-    return build_dispatcher(config(backend, **{**settings, **fields}), group)
+    return config(backend, **{**settings, **fields})
 
 
 def capacity_of(dispatcher: Dispatcher) -> Capacity:
@@ -82,9 +82,8 @@ def expert_sum(dispatcher: Dispatcher, x: Tensor, ids: Tensor, weights: Tensor) 
 def test_exactly_the_last_places_are_dropped(release: str, case: str) -> None:
     ids_PTK = torch.tensor(CASES[case])
 
-    def body(group: Group) -> None:
-        dispatcher = overflowing(RELEASES[release], group)
-        capacity, rank = capacity_of(dispatcher), rank_of(group)
+    def body(dispatcher: Dispatcher, rank: int) -> None:
+        capacity = capacity_of(dispatcher)
         assert capacity.rows == capacity.buffer_rows == SLOTS
         kept_PTK = kept_slots(ids_PTK, capacity, 1)
         terms_TK = torch.where(kept_PTK[rank], PER_EXPERT[ids_PTK[rank].clamp(min=0)], 0)
@@ -101,28 +100,25 @@ def test_exactly_the_last_places_are_dropped(release: str, case: str) -> None:
         real = dispatcher.metrics(gather=True).real_tokens_per_expert
         assert int(real.sum()) == int(kept_PTK.sum())
         assert needed.rows == (SLOTS + 1 if dropped else SLOTS)
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, overflowing(RELEASES[release]))
 
 
 @pytest.mark.parametrize("case", ["at capacity", "one above", "far above"])
 def test_raise_tells_all_ranks_alike(case: str) -> None:
     ids_PTK = torch.tensor(CASES[case])
 
-    def body(group: Group) -> None:
-        dispatcher = overflowing(HYBRID, group, on_overflow="raise")
+    def body(dispatcher: Dispatcher, rank: int) -> None:
         for _ in range(2):  # a maximum: the second time changes nothing
-            expert_sum(dispatcher, torch.ones(MOST, 256), ids_PTK[rank_of(group)], torch.ones(MOST, 2))
+            expert_sum(dispatcher, torch.ones(MOST, 256), ids_PTK[rank], torch.ones(MOST, 2))
         if case == "at capacity":
             assert not dispatcher.check().overflowed
         else:
             text = r"must need at most 16 rows of a rank's experts, got 17 \(capacity_factor 1.063\). Call grow\(\)"
             with pytest.raises(CapacityError, match=text):
                 dispatcher.check()
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, overflowing(HYBRID, on_overflow="raise"))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +139,7 @@ def test_random_routings_are_reported_where_rows_were_dropped_and_only_there(
     for _ in range(40):
         ids = torch.rand(MOST, 8, generator=generator).argsort(1)[:, :2]
         ids = torch.where(torch.rand(MOST, 2, generator=generator) < torch.rand(1, generator=generator), ids, -1)
-        dispatcher = overflowing(RELEASES[release], None, capacity_factor=factor, pad_multiple=pad_multiple)
+        dispatcher = build_dispatcher(overflowing(RELEASES[release], capacity_factor=factor, pad_multiple=pad_multiple))
         capacity = capacity_of(dispatcher)
         kept, sent = kept_slots(ids.unsqueeze(0), capacity, pad_multiple), int((ids >= 0).sum())
         arrived = dispatcher.dispatch(torch.ones(MOST, 256), Routing(ids, torch.ones(MOST, 2)))
@@ -159,17 +155,15 @@ def test_random_routings_are_reported_where_rows_were_dropped_and_only_there(
 def test_padding_that_is_not_there_leaves_room_for_more_rows() -> None:
     """The buffer has room for the padding of every expert; where there is less, more rows arrive."""
 
-    def body(group: Group) -> None:
-        dispatcher = overflowing(HYBRID, group, pad_multiple=16)
+    def body(dispatcher: Dispatcher, rank: int) -> None:
         assert capacity_of(dispatcher).buffer_rows == 64
         ids = torch.tensor([[0, 1]] * MOST)
         y = expert_sum(dispatcher, torch.ones(MOST, 256), ids, torch.ones(MOST, 2))
         assert torch.equal(y, torch.full((MOST, 256), 3.0))
         needed = dispatcher.check()
         assert (needed.rows, needed.overflowed) == (SLOTS, False)  # 32 rows did fit
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, overflowing(HYBRID, pad_multiple=16))
 
 
 # It is not told how much was dropped, so it grows by the headroom from what it knows was too little: one more than
@@ -183,9 +177,9 @@ def test_a_step_that_overflowed_is_run_until_it_gives_what_room_from_the_start_d
 ) -> None:
     def body(group: Group) -> None:
         rank, runs = rank_of(group), []
-        fields: dict[str, Any] = {"pad_multiple": pad_multiple}
-        roomy = overflowing(RELEASES[release], group, capacity_factor="worst", on_overflow=None, **fields)
-        tight = overflowing(RELEASES[release], group, capacity_factor=factor, on_overflow="raise", **fields)
+        backend, fields = RELEASES[release], {"pad_multiple": pad_multiple}
+        roomy = build_dispatcher(overflowing(backend, capacity_factor="worst", on_overflow=None, **fields), group)
+        tight = build_dispatcher(overflowing(backend, capacity_factor=factor, on_overflow="raise", **fields), group)
         x = torch.randn(MOST, 256, generator=torch.Generator().manual_seed(rank))
         routing = Routing(torch.tensor([[0, 1], [2, 3]] * (MOST // 2)), random_routing(MOST, rank).topk_weights)
 

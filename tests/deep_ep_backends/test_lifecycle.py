@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch import Dispatcher, Routing, build_dispatcher
 from moe_dispatch.backends.deep_ep import library
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch_testing.emulation import EmulatedAbort, emulated_deep_ep
@@ -29,6 +29,7 @@ from tests.deep_ep_backends.vendors import (
     config,
     identity,
     identity_and_close,
+    on_dispatchers,
     rank_of,
 )
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
@@ -223,13 +224,11 @@ def test_a_v2_that_asks_for_network_cards_within_a_node_is_named(wrap: Wrap) -> 
 
 
 def test_a_buffer_across_nodes_that_is_outgrown_keeps_its_queues(caplog: pytest.LogCaptureFixture) -> None:
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config({**V25, "ranks_per_node": 1}), group)
+    def body(dispatcher: Dispatcher, rank: int) -> None:
         for rows in (3, 600):
             dispatcher.plan(like=torch.empty(rows, 256))
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, config({**V25, "ranks_per_node": 1}))
     assert "is outgrown, and keeps its network queues until close(). Set max_tokens_per_rank" in caplog.text
 
 
@@ -238,15 +237,13 @@ def test_torch_fills_no_memory_inside_a_call(backend: dict[str, Any]) -> None:
     """The emulation of v1, v2 and V2.5 refuses it, in construction, all calls and deferred epilogues."""
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(backend), group)
+    def body(dispatcher: Dispatcher, rank: int) -> None:
         x = torch.ones(4, 256, requires_grad=True)
         sent = dispatcher.dispatch(x, random_routing(4), async_op=True).wait()
         dispatcher.combine(sent.rows, sent).sum().backward()
         dispatcher.dispatch(x, again=sent)
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, config(backend))
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
 
@@ -290,16 +287,14 @@ def test_a_suspicious_estimate_warns(num_sms: int, warns: bool, wrap: Wrap, capl
 def test_no_kernel_reads_memory_of_a_handle_that_is_gone() -> None:
     """HybridEP 34152ae keeps a number in pinned memory of its handle, which torch reuses while kernels read it."""
 
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config({**HYBRID, "emulate": "hybridep-34152ae"}), group)
+    def body(dispatcher: Dispatcher, rank: int) -> None:
         for _ in range(2):
             x = torch.ones(4, 256, requires_grad=True)
             sent = dispatcher.dispatch(x, random_routing(4, 0))
             dispatcher.combine(sent.rows, sent).sum().backward()
             del sent
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, config({**HYBRID, "emulate": "hybridep-34152ae"}))
 
 
 @pytest.mark.parametrize("backend", [{**HYBRID, "emulate": "hybridep-34152ae"}, HYBRID, RAGGED], ids=str)

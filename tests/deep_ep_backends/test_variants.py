@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch import Dispatcher, Routing, build_dispatcher
 from moe_dispatch.backends.base import Constraints, MoEShape
 from moe_dispatch.backends.deep_ep import hybrid_rules as hybrid
 from moe_dispatch.backends.deep_ep.buffers import ProcessSwitch
@@ -30,6 +30,7 @@ from tests.deep_ep_backends.vendors import (
     config,
     identity,
     identity_and_close,
+    on_dispatchers,
     rank_of,
 )
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
@@ -148,9 +149,8 @@ def test_early_versions_return_nothing_on_a_rank_that_receives_nothing(wrap: Wra
 def test_a_weight_of_zero_is_no_padding(backend: dict[str, Any]) -> None:
     """HybridEP tells real rows from padding by their probabilities: one of weight 0 counts, and has a gradient."""
 
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(backend, pad_multiple=16), group)
-        routing, weights = random_routing(6, rank_of(group)), torch.zeros(6, 2).requires_grad_()
+    def body(dispatcher: Dispatcher, rank: int) -> None:
+        routing, weights = random_routing(6, rank), torch.zeros(6, 2).requires_grad_()
         x = torch.ones(6, 256)
         sent = dispatcher.dispatch(x, Routing(routing.topk_ids, weights))
         assert not sent.weights.signbit().any()
@@ -158,9 +158,8 @@ def test_a_weight_of_zero_is_no_padding(backend: dict[str, Any]) -> None:
         assert weights.grad is not None
         assert torch.equal(weights.grad, torch.full((6, 2), 256.0))
         assert int(dispatcher.metrics(gather=True).real_tokens_per_expert.sum()) == 2 * 6 * 2
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, config(backend, pad_multiple=16))
 
 
 def test_a_permutation_is_refused_where_the_library_reorders() -> None:
@@ -185,8 +184,7 @@ def test_ranks_with_different_libraries_are_told(wrap: Wrap) -> None:
 def test_deferred_epilogues_run_before_the_next_call(backend: dict[str, Any]) -> None:
     """Every call of the library writes over the rows that a deferred epilogue reads; the emulation refuses that."""
 
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(backend), group)
+    def body(dispatcher: Dispatcher, rank: int) -> None:
         x, ways = torch.ones(4, 256), [random_routing(4, seed) for seed in range(3)]
         travelling = [dispatcher.dispatch(x * (1 + i), way, async_op=True) for i, way in enumerate(ways)]
         first = dispatcher.dispatch(x, ways[0])
@@ -196,9 +194,8 @@ def test_deferred_epilogues_run_before_the_next_call(backend: dict[str, Any]) ->
             expected = x * (1 + i) * way.topk_weights.sum(1, keepdim=True)
             torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
         assert torch.equal(dispatcher.dispatch(x, again=first).rows, first.rows)
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, config(backend))
 
 
 @pytest.mark.parametrize("backend", [V1, V2, V25], ids=["v1", "v2", "v2.5"])
@@ -213,15 +210,13 @@ def test_only_async_op_leaves_the_wait_to_an_event(backend: dict[str, Any], wrap
 
     wrap(buffer_class(backend), "dispatch", spied)
 
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config({**backend, "allocate_on_comm_stream": True}), group)
+    def body(dispatcher: Dispatcher, rank: int) -> None:
         identity(dispatcher, 3)
         x, routing = torch.ones(3, 256), random_routing(3, 0)
         sent = dispatcher.dispatch(x, routing, async_op=True).wait()
         assert torch.equal(sent.rows, dispatcher.dispatch(x, routing).rows)
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, config({**backend, "allocate_on_comm_stream": True}))
     assert sorted(calls) == [False] * 4 + [True] * 2
 
 
@@ -262,9 +257,8 @@ def test_a_list_of_counts_that_differs_from_the_rows_is_refused(
 def test_ids_may_change_after_a_dispatch_of_v25() -> None:
     """A handle of V2.5 keeps the ids themselves, and refuses them after a change in place."""
 
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(V25), group)
-        routing = random_routing(4, rank_of(group))
+    def body(dispatcher: Dispatcher, rank: int) -> None:
+        routing = random_routing(4, rank)
         ids, weights = routing.topk_ids.clone(), torch.ones(4, 2)
         x = torch.arange(4 * 256).view(4, 256).remainder(64).float().requires_grad_()
         sent = dispatcher.dispatch(x, Routing(ids, weights))
@@ -272,20 +266,19 @@ def test_ids_may_change_after_a_dispatch_of_v25() -> None:
         y = dispatcher.combine(sent.rows, sent)
         y.sum().backward()
         torch.testing.assert_close(y, 2 * x)
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, config(V25))
 
 
 def test_a_backend_without_a_backward_is_for_inference(wrap: Wrap) -> None:
     def constraints(original: Any, options: DeepEPOptions, shape: MoEShape) -> Constraints:
-        return dataclasses.replace(original(options, shape), differentiable=False)
+        found: Constraints = original(options, shape)
+        return dataclasses.replace(found, differentiable=False)
 
     wrap(DeepEPOptions, "constraints", constraints)
 
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(V25), group)
-        x, routing = torch.ones(5, 256), random_routing(5, rank_of(group))
+    def body(dispatcher: Dispatcher, rank: int) -> None:
+        x, routing = torch.ones(5, 256), random_routing(5, rank)
         text = "backend 'deepep' has no backward as configured, and tensors require grad. Call it under torch.no_grad"
         with pytest.raises(InputError, match=text):
             dispatcher.dispatch(x.clone().requires_grad_(), routing)
@@ -295,6 +288,5 @@ def test_a_backend_without_a_backward_is_for_inference(wrap: Wrap) -> None:
         text = "Dispatcher.combine: backend 'deepep' has no backward as configured, and tensors require grad"
         with pytest.raises(InputError, match=text):
             dispatcher.combine(sent.rows.clone().requires_grad_(), sent)
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, config(V25))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,7 +125,7 @@ def test_calls_between_nodes_are_refused_on_all_ranks() -> None:
         tokens, ends = everyone[group.rank()], []
         for call, _ in BETWEEN_NODES.values():
             buffer = open_buffer(group, hidden_bytes=HIDDEN * 64)
-            ends.append(outcome(lambda call=call, buffer=buffer: call(buffer, tokens)))
+            ends.append(outcome(partial(call, buffer, tokens)))
         return ends
 
     for ends in run_ranks(body, 16):
