@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,8 @@ from moe_dispatch.permutation.rows import as_words, sum_by_columns
 from tests.backends.permutations import INTERPRETED, implementations
 from tests.backends.tables import EXAMPLE, FLOATS, Table, many_slots, reduced, rows_of, static_index, tables
 
+# No tokens at all, and tokens that go nowhere.
+NO_TOKENS, NOWHERE = Table([], 2, 2, 1), Table([[-1, -1]] * 3, 2, 2, 4)
 NAN, INF = float("nan"), float("inf")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 FIXED = settings(max_examples=30, deadline=None, derandomize=True)
@@ -51,15 +53,23 @@ def poisoned(table: Table, values_R: Tensor) -> Tensor:
 @with_static
 @FIXED
 @given(tables())
+@example(NO_TOKENS)
+@example(NOWHERE)
 def test_expand_copies_rows_and_clears_padding(permutation: Permutation, slack: int | None, table: Table) -> None:
     rows_SD, grouped = rows_of(len(table.keys)), table.grouped()
-    out = permutation.expand(rows_SD, index_of(table, slack), torch.float32)[: len(grouped)]
-    assert out.tolist() == [[0.0] * 6 if pair is None else rows_SD[pair[0]].tolist() for pair in grouped]
+    index = index_of(table, slack)
+    out = permutation.expand(rows_SD, index, torch.float32)
+    assert out.shape == (index.num_grouped, 6)
+    assert out[: len(grouped)].tolist() == [
+        [0.0] * 6 if pair is None else rows_SD[pair[0]].tolist() for pair in grouped
+    ]
 
 
 @with_static
 @FIXED
 @given(tables(), DTYPE, st.booleans())
+@example(NO_TOKENS, torch.float32, True)
+@example(NOWHERE, torch.float32, True)
 def test_reduce_sums_and_never_reads_padding(
     permutation: Permutation, slack: int | None, table: Table, dtype: torch.dtype, weighted: bool
 ) -> None:
@@ -89,6 +99,8 @@ def test_reduce_adds_in_slot_order(permutation: Permutation) -> None:
 @pytest.mark.parametrize("deterministic", [True, False])
 @FIXED
 @given(tables(), DTYPE, st.booleans())
+@example(NO_TOKENS, torch.float32, True)
+@example(NOWHERE, torch.float32, True)
 def test_expand_weighted_is_the_backward_of_reduce(
     permutation: Permutation, slack: int | None, deterministic: bool, table: Table, dtype: torch.dtype, wants_dots: bool
 ) -> None:
@@ -109,7 +121,8 @@ def test_expand_weighted_is_the_backward_of_reduce(
         if dots_R is not None:
             dot = grad_SD[pair[0]] @ partners_RD[at]
             torch.testing.assert_close(dots_R[at], dot, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    assert (dots_R is not None) == wants_dots
+    assert grad_RD.shape == (num_grouped, 6)
+    assert (None if dots_R is None else dots_R.shape) == ((num_grouped,) if wants_dots else None)
 
 
 @every
@@ -210,19 +223,6 @@ def test_bags_of_wider_rows_by_strided_tables(permutation: Permutation, dtype: t
         taken = torch.empty(2, 6, dtype=to)
         permutation.gather(rows_SD[:, :6], table[:2, 1], taken)
         assert torch.equal(taken, rows_SD[[0, 2], :6].to(to))
-
-
-@every
-@pytest.mark.parametrize(("num_rows", "pad_multiple"), [(0, 1), (0, 4), (3, 4)])
-def test_no_pairs(permutation: Permutation, num_rows: int, pad_multiple: int) -> None:
-    """No tokens at all, or tokens that go nowhere."""
-    index = group_slots(torch.full((num_rows, 2), -1), [0, 0], pad_multiple)
-    rows_SD, none_RD = rows_of(num_rows), torch.empty(0, 6)
-    assert permutation.expand(rows_SD, index, torch.float32).shape == (0, 6)
-    grad_RD, dots_R = permutation.expand_weighted(rows_SD, index, torch.empty(0), none_RD, torch.float32)
-    assert dots_R is not None
-    assert (grad_RD.shape, dots_R.shape) == ((0, 6), (0,))
-    assert torch.equal(reduced(permutation, none_RD, index, torch.empty(0)), torch.zeros(num_rows, 6))
 
 
 @every
