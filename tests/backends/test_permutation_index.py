@@ -15,7 +15,7 @@ from tests.backends.tables import EXAMPLE, Table, static_index, tables
 NAN = float("nan")
 CPU = torch.device("cpu")
 COUNTS = {"counts", "real_L", "padded_L", "needed"}
-FIXED = settings(max_examples=60, deadline=None, derandomize=True)
+FIXED = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 @FIXED
