@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from moe_dispatch.permutation import choose_permutation, known_permutations, pro
 from moe_dispatch.permutation.te_rows import TransformerEnginePermutation
 from moe_dispatch.permutation.triton_rows import TritonPermutation
 
+Verdict = Usable | Rejected
+
 
 @pytest.fixture(autouse=True)
 def nothing_chosen() -> Iterator[None]:
@@ -22,9 +24,19 @@ def nothing_chosen() -> Iterator[None]:
     choose_permutation.cache_clear()
 
 
+Probes = Callable[..., None]
+
+
 @pytest.fixture
-def without_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def probes(monkeypatch: pytest.MonkeyPatch) -> Probes:
+    """Decide what the probes of Triton and transformer-engine find. None must not be asked."""
+
+    def put(triton: Verdict | None, te: Verdict | None = None) -> None:
+        for implementation, verdict in ((TritonPermutation, triton), (TransformerEnginePermutation, te)):
+            found = (lambda _: pytest.fail("asked")) if verdict is None else (lambda _, verdict=verdict: verdict)
+            monkeypatch.setattr(implementation, "probe", found)
+
+    return put
 
 
 def test_known_names() -> None:
@@ -37,7 +49,8 @@ def test_torch_is_always_usable(device_type: str) -> None:
     assert choose_permutation("torch", device_type).name == "torch"
 
 
-def test_an_explicit_name_is_refused_with_the_reason(without_device: None) -> None:
+def test_an_explicit_name_is_refused_with_the_reason(probes: Probes) -> None:
+    probes(Rejected("there is none"), Rejected("torch sees no CUDA device"))
     with pytest.raises(
         BackendUnavailableError,
         match=r"^Permutation 'te' cannot be used here: torch sees no CUDA device\. "
@@ -52,20 +65,16 @@ def test_an_unknown_name_is_refused() -> None:
         choose_permutation("trition", "cpu")
 
 
-def test_auto_is_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TritonPermutation, "probe", lambda device_type: pytest.fail("asked"))
+def test_auto_is_torch_on_a_cpu_and_triton_on_a_gpu(probes: Probes) -> None:
+    probes(None)
     assert choose_permutation("auto", "cpu").name == "torch"
-
-
-def test_auto_is_triton_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton has wheels for Linux only")
-    monkeypatch.setattr(TritonPermutation, "probe", lambda device_type: Usable(version="3.7.1"))
-    monkeypatch.setattr(TransformerEnginePermutation, "probe", lambda device_type: pytest.fail("asked"))
+    probes(Usable(version="3.7.1"))
     assert choose_permutation("auto", "cuda").name == "triton"
 
 
-def test_auto_says_once_why_it_is_not_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(TritonPermutation, "probe", lambda device_type: Rejected("there is none"))
+def test_auto_says_once_why_it_is_not_triton(probes: Probes, caplog: pytest.LogCaptureFixture) -> None:
+    probes(Rejected("there is none"))
     with caplog.at_level(logging.WARNING, "moe_dispatch"):
         first = choose_permutation("auto", "cuda")
         assert choose_permutation("auto", "cuda") is first

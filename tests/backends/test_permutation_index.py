@@ -15,7 +15,7 @@ from tests.backends.tables import EXAMPLE, Table, static_index, tables
 NAN = float("nan")
 CPU = torch.device("cpu")
 COUNTS = {"counts", "real_L", "padded_L", "needed"}
-FIXED = settings(max_examples=120, deadline=None, derandomize=True)
+FIXED = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 @FIXED
@@ -105,31 +105,27 @@ def blank_table(length: int) -> torch.Tensor:
     return torch.empty(length, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("num_rows", [None, 5])
 @pytest.mark.parametrize("pad_multiple", [1, 4])
-def test_blank_index_has_the_shapes(num_rows: int | None, pad_multiple: int) -> None:
+@pytest.mark.parametrize("kind", ["of some rows", "of 5 rows", "of fixed size"])
+def test_blank_index_has_the_shapes(kind: str, pad_multiple: int) -> None:
     """``new_size`` is called once for each size that the keys or the number of rows decide."""
     table = Table([[0, 1], [1, 2], [-1, 2], [2, 0], [2, 3]], 2, 4, pad_multiple)
-    wanted = [tensor.shape for tensor in table.index.tensors()]
+    made, num_rows, fixed = table.index, None if kind == "of some rows" else 5, {}
     sizes = [6] * (num_rows is None) + [9] + [16, 7] * (pad_multiple > 1)
-    blank = SlotIndex.from_tables(blank_table, num_rows, 2, pad_multiple, new_size=lambda: sizes.pop(0))
-    assert not sizes
-    assert [tensor.shape for tensor in blank.tensors()] == wanted
-    assert (blank.num_rows, blank.fixed_size) == (5, False)
-
-
-@pytest.mark.parametrize("pad_multiple", [1, 4])
-def test_blank_index_of_fixed_size_has_the_shapes(pad_multiple: int) -> None:
-    made = static_index(Table([[0, 1], [1, 2], [-1, 2], [2, 0], [2, 3]], 2, 4, pad_multiple), slack=3)
-
-    def new_size() -> int:
-        raise AssertionError("all sizes are known")
-
+    if kind == "of fixed size":
+        made, sizes = static_index(table, slack=3), []
+        fixed = {"num_keys": 4, "buffer_rows": made.num_grouped}
     blank = SlotIndex.from_tables(
-        blank_table, 5, 2, pad_multiple, new_size=new_size, num_keys=4, buffer_rows=made.num_grouped
+        lambda length: torch.empty(length, dtype=torch.int64),
+        num_rows,
+        2,
+        pad_multiple,
+        new_size=lambda: sizes.pop(0),
+        **fixed,
     )
+    assert not sizes
     assert [tensor.shape for tensor in blank.tensors()] == [tensor.shape for tensor in made.tensors()]
-    assert (blank.num_rows, blank.num_grouped, blank.fixed_size) == (5, made.num_grouped, True)
+    assert (blank.num_rows, blank.num_grouped, blank.fixed_size) == (5, made.num_grouped, bool(fixed))
 
 
 @pytest.fixture

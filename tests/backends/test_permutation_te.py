@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -36,14 +37,14 @@ def test_row_map_of_an_example() -> None:
     assert found == [([4, 0], [0, 1]), ([5], [1]), ([], []), ([8, 6], [0, 1])]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_their_kernels_are_used_but_for_float64(version: str, dtype: torch.dtype) -> None:
-    permutation, calls = recorded(version)
+def test_their_kernels_are_used_but_for_float64(dtype: torch.dtype) -> None:
     index = EXAMPLE.index
-    permutation.expand(rows_of(4), index, dtype)
-    permutation.reduce(rows_of(index.num_grouped, dtype=dtype), index, None, torch.empty(4, 6, dtype=dtype))
-    assert calls == ([] if dtype == torch.float64 else [PERMUTE, UNPERMUTE])
+    for version in VERSIONS:
+        permutation, calls = recorded(version)
+        permutation.expand(rows_of(4), index, dtype)
+        permutation.reduce(rows_of(index.num_grouped, dtype=dtype), index, None, torch.empty(4, 6, dtype=dtype))
+        assert calls == ([] if dtype == torch.float64 else [PERMUTE, UNPERMUTE])
 
 
 @pytest.mark.parametrize(("version", "used"), [(version, version == "2.20.2") for version in VERSIONS])
@@ -136,50 +137,66 @@ def test_another_layout_of_their_table_is_noticed(change: Callable[[torch.Tensor
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A package transformer_engine whose kernels are the stand-in's, and a CUDA device to ask about."""
-    package = ModuleType("transformer_engine")
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA device to ask about, whose tables are made on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(te_rows, "layout_problem", lambda kernels, device: layout_problem(kernels, CPU))
+
+
+@pytest.fixture
+def installed(cuda: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A package transformer_engine whose kernels are the stand-in's, which are returned."""
+    package, kernels = ModuleType("transformer_engine"), stand_in(LATEST)[0]
     package.__version__ = LATEST  # type: ignore[attr-defined]
-    modules: dict[str, Any] = {"transformer_engine": package, RECORDED["module"]: stand_in(LATEST)[0]}
+    modules = {"transformer_engine": package, RECORDED["module"]: kernels}
     for name in ("transformer_engine.pytorch", "transformer_engine.pytorch.triton"):
         modules[name] = ModuleType(name)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    return modules
+    return kernels
 
 
-def test_probe_of_an_installed_package(installed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_rows, "layout_problem", lambda kernels, device: layout_problem(kernels, CPU))
+def test_probe_of_an_installed_package(installed: Any) -> None:
     assert TransformerEnginePermutation.probe("cuda") == Usable(version=LATEST)
-    assert TransformerEnginePermutation()._kernels.version == LATEST
-    monkeypatch.setattr(te_rows, "layout_problem", lambda kernels, device: "its table is another")
-    assert TransformerEnginePermutation.probe("cuda") == Rejected("its table is another")
-    del installed[RECORDED["module"]].permute_with_mask_map
+    rows_SD, index = rows_of(4), EXAMPLE.index
+    found = TransformerEnginePermutation().expand(rows_SD, index, torch.float32)
+    assert torch.equal(found, TorchPermutation().expand(rows_SD, index, torch.float32))
+    make_map = installed.make_row_id_map
+    installed.make_row_id_map = lambda routing_map, num_tokens, num_experts: make_map(
+        routing_map, num_tokens, num_experts
+    ).roll(1, 1)
+    verdict = TransformerEnginePermutation.probe("cuda")
+    assert isinstance(verdict, Rejected)
+    assert "its table of positions must hold" in verdict.reason
+    del installed.permute_with_mask_map
     verdict = TransformerEnginePermutation.probe("cuda")
     assert isinstance(verdict, Rejected)
     assert "permute_with_mask_map must take" in verdict.reason
 
 
-@pytest.mark.parametrize("error", [AssertionError, FileNotFoundError, ImportError, OSError])
-def test_probe_takes_whatever_their_import_raises(
-    error: type[Exception], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed transformer_engine, whose parts tests write."""
+    folder = tmp_path / "transformer_engine"
+    (folder / "pytorch").mkdir(parents=True)
+    (folder / "__init__.py").write_text("__version__ = '2.20.2'")
+    (folder / "common.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    return folder
+
+
+@pytest.mark.parametrize("error", [AssertionError, FileNotFoundError])
+def test_probe_takes_whatever_their_import_raises(error: type[Exception], package: Path, cuda: None) -> None:
     """And leaves nothing of a package that came in half."""
-    package = tmp_path / "transformer_engine"
-    (package / "pytorch").mkdir(parents=True)
-    (package / "__init__.py").write_text("__version__ = '2.20.2'")
-    (package / "common.py").write_text("")
     (package / "pytorch" / "__init__.py").write_text(
         f"import transformer_engine.common\nraise {error.__name__}('no libcudart.so')"
     )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     verdict = TransformerEnginePermutation.probe("cuda")
     assert verdict == Rejected(f"loading transformer-engine raised {error.__name__}: no libcudart.so")
     assert not [name for name in sys.modules if name.startswith("transformer_engine")]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize(
     ("device_type", "reason"),
     [
@@ -187,7 +204,6 @@ def test_probe_takes_whatever_their_import_raises(
         ("cuda", "torch sees no CUDA device"),
     ],
 )
-def test_probe_imports_nothing_without_a_device(device_type: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(te_rows, "_load", lambda: pytest.fail("imported"))
+def test_probe_imports_nothing_without_a_device(device_type: str, reason: str, package: Path) -> None:
+    (package / "__init__.py").write_text("raise RuntimeError('it must not be imported')")
     assert TransformerEnginePermutation.probe(device_type) == Rejected(reason)

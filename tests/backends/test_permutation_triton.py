@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,10 @@ def test_interpreter_passes_the_suite() -> None:
     assert finished.returncode == 0, finished.stdout[-8000:] + finished.stderr[-2000:]
     passed = re.search(r"(\d+) passed, \d+ deselected in", finished.stdout)
     assert passed is not None, finished.stdout[-2000:]
-    assert int(passed.group(1)) > 150
+    assert int(passed.group(1)) > 60
+
+
+needs_compiler = pytest.mark.skipif(INTERPRETED, reason="an interpreter does not compile")
 
 
 class Recorder:
@@ -78,16 +82,36 @@ class Recorder:
         return lambda *args, **options: self.launches.append((args, options))
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A fresh cache of compiled kernels, in which the tests below find what others have compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+Record = Callable[..., dict[str, tuple[Any, Recorder]]]
+
+
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, Recorder]]:
+def record(cache: None, monkeypatch: pytest.MonkeyPatch) -> Record:
+    """Put recorders in the place of kernels of a module. Return both by name."""
+
+    def put(module: Any, *names: str) -> dict[str, tuple[Any, Recorder]]:
+        found = {name: (getattr(module, name), Recorder()) for name in names}
+        for name, (_, recorder) in found.items():
+            monkeypatch.setattr(module, name, recorder)
+        return found
+
+    return put
+
+
+@pytest.fixture
+def kernels(record: Record) -> dict[str, tuple[Any, Recorder]]:
     """By name, our kernels and the recorders put in their place."""
     from moe_dispatch.permutation import triton_kernels
 
-    found = {}
-    for name in ("gather_kernel", "gather_weighted_kernel", "sum_bags_kernel"):
-        found[name] = (getattr(triton_kernels, name), Recorder())
-        monkeypatch.setattr(triton_kernels, name, found[name][1])
-    return found
+    return record(triton_kernels, "gather_kernel", "gather_weighted_kernel", "sum_bags_kernel")
 
 
 def launch_everything(rows_dtype: torch.dtype, out_dtype: torch.dtype, width: int) -> None:
@@ -124,26 +148,28 @@ def compiled(kernel: Any, launch: tuple[tuple[Any, ...], dict[str, Any]], capabi
     return triton.compile(source, GPUTarget("cuda", capability, 32), compiler_options)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="an interpreter does not compile")
+@needs_compiler
 @pytest.mark.parametrize(
     ("rows_dtype", "out_dtype", "capability"),
-    [*((*pair, 90) for pair in PAIRS), *((*PAIRS[at], capability) for at in (0, -1) for capability in (80, 100))],
+    [
+        (*PAIRS[0], 90),
+        (*PAIRS[-1], 100),
+        *(pytest.param(*pair, 90, marks=pytest.mark.slow) for pair in PAIRS[1:]),
+        *(pytest.param(*PAIRS[at], 80, marks=pytest.mark.slow) for at in (0, -1)),
+        pytest.param(*PAIRS[0], 100, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_kernels_compile_for_gpus(
-    rows_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    capability: int,
-    kernels: dict[str, tuple[Any, Recorder]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    rows_dtype: torch.dtype, out_dtype: torch.dtype, capability: int, kernels: dict[str, tuple[Any, Recorder]]
 ) -> None:
     """With the arguments that our launchers give, to machine code, by the ptxas that triton brings."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launch_everything(rows_dtype, out_dtype, 4096)
     assert [len(recorder.launches) for _, recorder in kernels.values()] == [1, 2, 2]
     for kernel, recorder in kernels.values():
         for launch in recorder.launches:
+            # Triton up to 3.9 fuses unless told otherwise; 3.9 warns where a launch leaves it to the default.
+            assert launch[1]["enable_fp_fusion"] is False
             result = compiled(kernel, launch, capability)
             assert result.asm["cubin"]
             assert f".target sm_{capability}" in result.asm["ptx"]
@@ -151,19 +177,14 @@ def test_kernels_compile_for_gpus(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="an interpreter does not compile")
+@needs_compiler
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_of_exact_plans_compile_for_gpus(
-    capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_kernels_of_exact_plans_compile_for_gpus(capability: int, record: Record) -> None:
     """For 64 ranks with 4 experts each, with as many spare slots and with fewer, exact and with a bound."""
     from moe_dispatch.balance import triton_plan
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     names = ("turns_kernel", "slots_kernel", "loads_kernel", "ranks_kernel", "copies_kernel", "split_kernel")
-    found = {name: (getattr(triton_plan, name), Recorder()) for name in names}
-    for name, (_, recorder) in found.items():
-        monkeypatch.setattr(triton_plan, name, recorder)
+    found = record(triton_plan, *names)
     counts_PE = torch.zeros(64, 256, dtype=torch.int64)
     for spare, bound in ((4, None), (1, torch.ones((), dtype=torch.float64))):
         triton_plan.plan(counts_PE, 3, spare=spare, bound=bound, pad_multiple=16, per_node=8)
@@ -175,71 +196,60 @@ def test_kernels_of_exact_plans_compile_for_gpus(
             assert f".target sm_{capability}" in compiled(kernel, launch, capability).asm["ptx"]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="an interpreter does not compile")
+@needs_compiler
 @pytest.mark.parametrize("width", [4096, 4100])
 def test_machine_code_is_what_the_docstrings_say(width: int, kernels: dict[str, tuple[Any, Recorder]]) -> None:
-    launch_everything(torch.bfloat16, torch.bfloat16, width)
-    ptx = {
-        name: [compiled(kernel, launch, 90).asm["ptx"] for launch in recorder.launches]
-        for name, (kernel, recorder) in kernels.items()
-    }
-    weighted = ptx["sum_bags_kernel"][1]
-    assert "fma.rn.f32" in weighted
-    assert "mul.f32" not in weighted
-    for text in (text for texts in ptx.values() for text in texts):
-        assert ("v4.b32" in text or "v2.b64" in text) == (width % 16 == 0)  # 16 bytes at once where rows allow it
-
-
-@pytest.mark.skipif(INTERPRETED, reason="an interpreter does not compile")
-def test_memory_offsets_are_64_bits_wide(kernels: dict[str, tuple[Any, Recorder]]) -> None:
     """Rows times columns of real shapes exceed 2**31: no offset is a 32-bit product."""
-    launch_everything(torch.bfloat16, torch.bfloat16, 4100)
-    for kernel, recorder in kernels.values():
+    launch_everything(torch.bfloat16, torch.bfloat16, width)
+    for name, (kernel, recorder) in kernels.items():
         for launch in recorder.launches:
-            code = compiled(kernel, launch, 90).asm["ttir"]
+            result = compiled(kernel, launch, 90)
+            ptx, code = result.asm["ptx"], result.asm["ttir"]
+            assert ("v4.b32" in ptx or "v2.b64" in ptx) == (width % 16 == 0)  # 16 bytes at once where rows allow it
             offsets = re.findall(r"tt\.addptr %\w+, (%\w+) : .*, (?:tensor<\d+x)?(i\d+)>? loc", code)
-            assert {kind for name, kind in offsets if name != "%c1_i32"} == {"i64"}, kernel.__name__
-            assert not re.search(r"arith\.muli .*: (?:tensor<\d+x)?i32", code), kernel.__name__
+            assert {kind for offset, kind in offsets if offset != "%c1_i32"} == {"i64"}, name
+            assert not re.search(r"arith\.muli .*: (?:tensor<\d+x)?i32", code), name
+        if name == "sum_bags_kernel":
+            assert "fma.rn.f32" in ptx
+            assert "mul.f32" not in ptx
 
 
-def test_only_tl_fma_fuses(kernels: dict[str, tuple[Any, Recorder]]) -> None:
-    """Triton up to 3.9 fuses unless told otherwise; 3.9 warns where a launch leaves it to the default."""
-    launch_everything(torch.bfloat16, torch.float32, 4096)
-    launches = [launch for _, recorder in kernels.values() for launch in recorder.launches]
-    assert [options["enable_fp_fusion"] for _, options in launches] == [False] * 5
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int] | None], None]:
+    """Pretend that torch sees a device of some compute capability, or none."""
+
+    def put(capability: tuple[int, int] | None) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+    return put
 
 
-@pytest.mark.parametrize(
-    ("device_type", "reason"),
-    [
-        ("cuda", "torch sees no CUDA device"),
-        pytest.param(
-            "cpu",
-            "Triton's kernels run on CUDA devices, and on the CPU in its interpreter, got 'cpu'",
-            marks=pytest.mark.skipif(INTERPRETED, reason="the interpreter does run on a CPU"),
-        ),
-    ],
-)
-def test_probe_without_a_device(device_type: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert TritonPermutation.probe(device_type) == Rejected(reason)
-
-
-@pytest.mark.parametrize(("capability", "usable"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
-def test_probe_reads_the_capability(capability: tuple[int, int], usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    verdict = TritonPermutation.probe("cuda")
-    if usable:
+def test_probe_reads_the_capability(device: Callable[[tuple[int, int] | None], None]) -> None:
+    device(None)
+    assert TritonPermutation.probe("cuda") == Rejected("torch sees no CUDA device")
+    device((7, 5))
+    assert TritonPermutation.probe("cuda") == Rejected("compute capability 8.0 or later is needed, got 7.5")
+    for capability in ((8, 0), (12, 0)):
+        device(capability)
+        verdict = TritonPermutation.probe("cuda")
         assert isinstance(verdict, Usable)
         assert verdict.version.startswith("3.")
-    else:
-        assert verdict == Rejected("compute capability 8.0 or later is needed, got 7.5")
 
 
-def test_probe_tells_what_the_import_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does run on a CPU")
+def test_probe_on_a_cpu() -> None:
+    told = "Triton's kernels run on CUDA devices, and on the CPU in its interpreter, got 'cpu'"
+    assert TritonPermutation.probe("cpu") == Rejected(told)
+
+
+@pytest.fixture
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "moe_dispatch.permutation.triton_kernels", raising=False)
+
+
+def test_probe_tells_what_the_import_raised(without_triton: None) -> None:
     verdict = TritonPermutation.probe("cuda")
     assert isinstance(verdict, Rejected)
     assert verdict.reason.startswith("importing triton raised ModuleNotFoundError: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 
@@ -75,24 +76,16 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     return entry_points
 
 
-def test_built_in_backends(install: Install) -> None:
-    assert set(BUILT_IN) <= set(known_backends())
+def test_entry_points_are_listed_unimported_and_loaded_on_use(install: Install) -> None:
+    """They come beside the built-in backends, and cannot take their names."""
+    install(ours=f"{__name__}:Ours", absent="no_such_package.at_all:Backend", alltoall=f"{__name__}:Ours")
+    assert {"ours", "absent", *BUILT_IN} <= set(known_backends())
+    assert known_backends().count("alltoall") == 1
+    assert load_backend("ours") is Ours
     for name in BUILT_IN:
         assert load_backend(name).name == name
-
-
-def test_entry_point_is_listed_unimported_and_loaded_on_use(install: Install) -> None:
-    install(ours=f"{__name__}:Ours", absent="no_such_package.at_all:Backend")
-    assert {"ours", "absent", *BUILT_IN} <= set(known_backends())
-    assert load_backend("ours") is Ours
     config = DispatcherConfig(backend={"name": "ours", "speed": 3}, num_experts=2, top_k=1, hidden_size=4)
     assert config.backend_options == Ours(speed=3)
-
-
-def test_entry_point_cannot_take_the_name_of_ours(install: Install) -> None:
-    install(alltoall=f"{__name__}:Ours")
-    assert load_backend("alltoall").__name__ == "AllToAllOptions"
-    assert known_backends().count("alltoall") == 1
 
 
 def __getattr__(name: str) -> None:
@@ -124,37 +117,42 @@ def test_entry_points_that_cannot_be_used(value: str, kind: type[Exception], tex
         DispatcherConfig(backend="other", num_experts=2, top_k=1, hidden_size=4)
 
 
-def test_registered_backend_and_a_name_that_is_taken(install: Install) -> None:
-    assert register_backend(Ours) is Ours
-    assert register_backend(Ours) is Ours
+def test_registered_backends(install: Install) -> None:
+    for _ in range(2):
+        assert register_backend(Ours) is Ours
     assert load_backend("ours") is Ours
     assert "ours" in known_backends()
-    with pytest.raises(ConfigError, match=r"the name 'ours' is taken. Choose another name for Another"):
-        register_backend(_class("Another", "ours"))
-    with pytest.raises(ConfigError, match="the name 'local' is taken"):
-        register_backend(_class("Local", "local"))
-
-
-def test_registering_another_protocol_leaves_no_trace(install: Install) -> None:
-    with pytest.raises(ConfigError, match="'ours' speaks protocol 2"):
-        register_backend(OfTheFuture)
-    assert "ours" not in known_backends()
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("alltoal", "alltoall"), ("all_gather", "allgather"), ("locall", "local"), ("our", "ours")]
+    ("refused", "text"),
+    [
+        (_class("Another", "ours"), r"the name 'ours' is taken. Choose another name for Another"),
+        (_class("Local", "local"), "the name 'local' is taken"),
+        (OfTheFuture, "'ours' speaks protocol 2"),
+        (Backend, r"must be a subclass of moe_dispatch\.backends\.BackendOptions"),
+        (BackendOptions, "the options class must have this name, got None"),
+    ],
 )
-def test_unknown_name_with_the_list_and_the_nearest(install: Install, name: str, near: str) -> None:
+def test_what_cannot_be_registered(refused: Any, text: str) -> None:
     register_backend(Ours)
-    with pytest.raises(ConfigError) as caught:
+    before = known_backends()
+    with pytest.raises(ConfigError, match=text):
+        register_backend(refused)
+    assert known_backends() == before
+    assert load_backend("ours") is Ours
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("alltoal", "alltoall"), ("all_gather", "allgather"), ("locall", "local"), ("our", "ours"), ("xyz", None)],
+)
+def test_unknown_name_with_the_list_and_the_nearest(install: Install, name: str, near: str | None) -> None:
+    register_backend(Ours)
+    nearest = "" if near is None else rf" Did you mean {near!r}\?"
+    text = rf"^Unknown backend {name!r}\. Known backends: allgather, alltoall, [a-z, ]+\.{nearest} \[MD01\]$"
+    with pytest.raises(ConfigError, match=text):
         load_backend(name)
-    assert str(caught.value).startswith(f"Unknown backend {name!r}. Known backends: allgather, alltoall, ")
-    assert str(caught.value).endswith(f" Did you mean {near!r}? [MD01]")
-
-
-def test_unknown_name_far_from_all(install: Install) -> None:
-    with pytest.raises(ConfigError, match=r"Unknown backend 'xyz'. Known backends: [a-z, ]+\. \[MD01\]$"):
-        load_backend("xyz")
 
 
 def test_parsed_specs() -> None:
@@ -162,21 +160,10 @@ def test_parsed_specs() -> None:
     assert parse_backend({"name": "auto"}) is None
     assert parse_backend("alltoall") == parse_backend({"name": "alltoall"}) == load_backend("alltoall")()
     register_backend(Ours)
-    assert parse_backend({"name": "ours", "speed": 3}) == Ours(speed=3)
+    spec = {"name": "ours", "speed": 3}
+    assert parse_backend(spec) == Ours(speed=3)
+    assert spec == {"name": "ours", "speed": 3}  # the mapping that is parsed stays as it was
     with pytest.raises(ConfigError, match=r'a mapping must have "name", a string, got {.speed.: 3}. Write'):
         parse_backend({"speed": 3})
     with pytest.raises(ConfigError, match=r"options need a named backend, got \"auto\" with \['speed'\]. Name the"):
         parse_backend({"name": "auto", "speed": 3})
-
-
-def test_the_mapping_that_is_parsed_stays_as_it_was() -> None:
-    spec = {"name": "alltoall", "reduction": "exact"}
-    parse_backend(spec)
-    assert spec == {"name": "alltoall", "reduction": "exact"}
-
-
-def test_what_is_registered_must_be_an_options_class_with_a_name() -> None:
-    with pytest.raises(ConfigError, match=r"must be a subclass of moe_dispatch\.backends\.BackendOptions"):
-        register_backend(Backend)  # type: ignore[type-abstract]
-    with pytest.raises(ConfigError, match="the options class must have this name, got None"):
-        register_backend(BackendOptions)  # type: ignore[type-abstract]

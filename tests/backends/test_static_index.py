@@ -15,12 +15,10 @@ from moe_dispatch.permutation.index import SlotIndex, front, heaviest
 from tests.backends.tables import Table, static_index, tables
 
 NAN, INF = float("nan"), float("inf")
-FIXED = settings(max_examples=150, deadline=None, derandomize=True)
-KEYS = [torch.int16, torch.int32, torch.int64]
+FIXED = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-@pytest.mark.parametrize("dtype", KEYS)
-@pytest.mark.parametrize("slack", [0, 5])
+@pytest.mark.parametrize(("dtype", "slack"), [(torch.int16, 0), (torch.int32, 5), (torch.int64, 5)])
 @FIXED
 @given(tables())
 def test_static_index_begins_with_the_eager_one(dtype: torch.dtype, slack: int, table: Table) -> None:
@@ -77,19 +75,12 @@ def kept_by_hand(weights: list[float], is_real: list[bool], room: int) -> list[b
 
 @FIXED
 @given(weighted())
-def test_the_heaviest_are_kept_and_of_equal_ones_the_first(case: tuple[Table, Tensor, int]) -> None:
+def test_the_heaviest_are_kept_and_what_is_dropped_has_no_key(case: tuple[Table, Tensor, int]) -> None:
+    """Of equal ones the first. The index is that of a table without the dropped pairs, and tells of more."""
     table, weights_N, room = case
     is_real_N = ~table.has_no_key.view(-1)
-    got = heaviest(weights_N, is_real_N, room)
-    assert got.tolist() == kept_by_hand(weights_N.tolist(), is_real_N.tolist(), room)
-
-
-@FIXED
-@given(weighted())
-def test_what_is_dropped_has_no_key(case: tuple[Table, Tensor, int]) -> None:
-    """The index is that of a table without the dropped pairs, and tells that there were more."""
-    table, weights_N, room = case
-    kept = kept_by_hand(weights_N.tolist(), (~table.has_no_key.view(-1)).tolist(), room)
+    kept = kept_by_hand(weights_N.tolist(), is_real_N.tolist(), room)
+    assert heaviest(weights_N, is_real_N, room).tolist() == kept
     left = torch.where(torch.tensor(kept), table.tensor.view(-1), -1).view(-1, table.top_k)
     shorter = Table(left.tolist(), table.top_k, table.num_keys, table.multiple)
     index = static_index(table, weights=weights_N.view(-1, table.top_k), rows=room)

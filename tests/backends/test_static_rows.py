@@ -19,7 +19,7 @@ from tests.backends.tables import Table, reduced, rows_of, static_index
 from tests.dispatchers.layer import random_routing, random_rows, small_config
 
 NAN, INF = float("nan"), float("inf")
-FIXED = settings(max_examples=15 if INTERPRETED else 60, deadline=None, derandomize=True)
+FIXED = settings(max_examples=15 if INTERPRETED else 40, deadline=None, derandomize=True)
 EAGER = TorchPermutation()
 STATIC: dict[str, Permutation] = {"torch": TorchPermutation(fixed_size=True)}
 if INTERPRETED:
@@ -50,13 +50,12 @@ def test_three_parts_are_the_weight_exactly(weights: list[float]) -> None:
     assert counts.max() <= 3
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_sums_of_parts_are_the_exact_sum_rounded(seed: int) -> None:
+def test_sums_of_parts_are_the_exact_sum_rounded() -> None:
     """To a bfloat16 or its neighbour where the exact sum lies in the middle of two, up to the float32 of the sums."""
-    counts = torch.randint(0, 5, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
-    members_N, cu_S = bags_of(counts, seed)
-    rows, weights_N = rows_of(9, dtype=torch.bfloat16), rows_of(len(members_N), 1, seed=seed).squeeze(1)
-    got = torch.empty(12, 6, dtype=torch.bfloat16)
+    counts = torch.randint(0, 5, (240,), generator=torch.Generator().manual_seed(0)).tolist()
+    members_N, cu_S = bags_of(counts, 0)
+    rows, weights_N = rows_of(9, dtype=torch.bfloat16), rows_of(len(members_N), 1, seed=1).squeeze(1)
+    got = torch.empty(240, 6, dtype=torch.bfloat16)
     bag(rows, *in_bfloat16_parts(members_N, cu_S, weights_N), got)
     terms = rows.double().index_select(0, members_N) * weights_N.double().unsqueeze(1)
     exact = torch.stack([terms[begin:end].sum(0) for begin, end in itertools.pairwise(cu_S)])
@@ -70,15 +69,15 @@ WEIGHTS = [1.0, 0.5, 1 + 2**-12, -0.3, 1e-6, 0.0, INF, NAN]
 
 
 @pytest.mark.parametrize("value", [INF, -INF, NAN, 3e38, 1.5])
-@pytest.mark.parametrize("weight", WEIGHTS)
-def test_what_is_infinite_stays_so(value: float, weight: float) -> None:
+def test_what_is_infinite_stays_so(value: float) -> None:
     """As the eager sums have it: parts that are 0 must not make NaN of an infinite row."""
     table = Table([[0, 1]], 2, 2, 1)
     rows = torch.tensor([[value] * 6, [1.0] * 6], dtype=torch.bfloat16)
-    weights = torch.tensor([weight, 0.25])
-    wanted = reduced(EAGER, rows, table.index, weights)
-    got = reduced(STATIC["torch"], rows, static_index(table), weights)
-    torch.testing.assert_close(got, wanted, equal_nan=True)
+    for weight in WEIGHTS:
+        weights = torch.tensor([weight, 0.25])
+        wanted = reduced(EAGER, rows, table.index, weights)
+        got = reduced(STATIC["torch"], rows, static_index(table), weights)
+        torch.testing.assert_close(got, wanted, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", STATIC)
@@ -88,7 +87,6 @@ def test_a_graph_safe_dispatcher_with_this_permutation(name: str, backend: str) 
     config = small_config(backend, graph_safe=True, max_tokens_per_rank=9, pad_multiple=4, permutation=name)
     x = random_rows(6).requires_grad_()
     dispatcher = build_dispatcher(config)
-    assert dispatcher._channel.context.permutation_of(x).name == name
     sent = dispatcher.dispatch(x, routing)
     rows = sent.rows.masked_fill(padding_rows(sent).unsqueeze(1), NAN)
     y = dispatcher.combine(rows, sent)

@@ -2,76 +2,57 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import Any
 
 import pytest
 import torch
 
-from moe_dispatch import Routing, Rows, build_dispatcher
-from moe_dispatch.backends import Sizes
-from moe_dispatch.backends.base import BackendContext, MoEShape
-from moe_dispatch.backends.deep_ep.buffers import LibraryBackend
-from moe_dispatch.communication import Communicator
+from moe_dispatch import Dispatcher, Routing, Rows, build_dispatcher
 from moe_dispatch.errors import InputError, PeerError
 from moe_dispatch_testing.emulation import emulated_deep_ep
+from tests.deep_ep_backends.conftest import Wrap
 from tests.deep_ep_backends.vendors import (
-    ALL,
     HYBRID,
     RAGGED,
     V1,
     V2,
     V25,
     backend_of,
+    buffer_class,
     config,
     identity,
+    identity_and_close,
     names,
+    on_dispatchers,
     rank_of,
 )
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
 
 
 @pytest.mark.parametrize("size", [2, 16])
-def test_v1_takes_the_hints_and_across_nodes_a_queue_for_every_multiprocessor(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[tuple[int, int, int | None]] = []
+def test_v1_takes_the_hints_and_across_nodes_a_queue_for_every_multiprocessor(size: int, wrap: Wrap) -> None:
+    """The hints are those for ``num_sms`` multiprocessors, which the class has only while they are asked for."""
     buffer = emulated_deep_ep("v1.2.1").Buffer
-    original = buffer.__init__
+    before, opened, configs = buffer.num_sms, set(), []
 
-    @functools.wraps(original)
-    def spy(self: Any, group: Any, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, **more: Any) -> None:
-        found.append((num_nvl_bytes, num_rdma_bytes, more.get("num_qps_per_rank")))
-        original(self, group, num_nvl_bytes, num_rdma_bytes, **more)
+    def opening(original: Any, *args: Any, num_qps_per_rank: int | None = None, **given: Any) -> None:
+        opened.add((*args[2:], num_qps_per_rank))
+        original(*args, **given, **({} if num_qps_per_rank is None else {"num_qps_per_rank": num_qps_per_rank}))
 
-    monkeypatch.setattr(buffer, "__init__", spy)
+    def configured(original: Any, num_ranks: int) -> Any:
+        assert buffer.num_sms == 32
+        configs.append(original(num_ranks))
+        return configs[-1]
 
-    def body(group: Group) -> list[Any]:
-        backend = {**V1, "ranks_per_node": 8, "num_sms": 32}
-        dispatcher = build_dispatcher(config(backend, num_experts=16), group)
-        identity(dispatcher, 2 + rank_of(group))
-        backend_of_rank: Any = backend_of(dispatcher)
-        dispatcher.close()
-        return [backend_of_rank._dispatch_config, backend_of_rank._combine_config]
-
-    configs = on_ranks(body, size)[0]
-    ((nvl_bytes, rdma_bytes, queues),) = set(found)
+    wrap(buffer, "__init__", opening)
+    wrap(buffer, "get_dispatch_config", configured)
+    wrap(buffer, "get_combine_config", configured)
+    backend = {**V1, "ranks_per_node": 8, "num_sms": 32}
+    on_ranks(lambda group: identity_and_close(build_dispatcher(config(backend, num_experts=16), group)), size)
+    ((nvl_bytes, rdma_bytes, queues),) = opened
     assert nvl_bytes == max(one.get_nvl_buffer_size_hint(256 * 2, size) for one in configs)
     assert (rdma_bytes > 0, queues) == ((False, None) if size == 2 else (True, 32))
-
-
-def test_num_sms_reaches_v1_without_changing_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, made = emulated_deep_ep("v1.2.1").Buffer, []
-    before, original = buffer.num_sms, buffer.get_dispatch_config
-
-    def spy(num_ranks: int) -> Any:
-        made.append(buffer.num_sms)
-        return original(num_ranks)
-
-    monkeypatch.setattr(buffer, "get_dispatch_config", staticmethod(spy))
-    on_ranks(lambda group: build_dispatcher(config({**V1, "num_sms": 24}), group).close(), 2)
-    assert made == [24, 24]
     assert buffer.num_sms == before
 
 
@@ -79,36 +60,33 @@ def test_num_sms_reaches_v1_without_changing_its_class(monkeypatch: pytest.Monke
 def test_buffers_grow_by_what_the_ranks_agreed_on(backend: dict[str, Any]) -> None:
     """Only rank 1 has many rows; every rank's buffer grows, to the same size, and earlier dispatches stay good."""
 
-    def body(group: Group) -> list[int]:
-        dispatcher = build_dispatcher(config(backend), group)
+    def body(dispatcher: Dispatcher, rank: int) -> list[int]:
         sizes = []
         x = torch.ones(3, 256, requires_grad=True)
         early = dispatcher.dispatch(x, Routing(torch.tensor([[0, 7]] * 3), torch.ones(3, 2)))
         for rows in (3, 600, 5, 1300):
-            identity(dispatcher, rows if rank_of(group) == 1 else 3)
+            dispatcher.plan(like=torch.empty(rows if rank == 1 else 3, 256))
             sizes.append(backend_of(dispatcher).rows)
+        identity(dispatcher, 5)
         dispatcher.combine(early.rows, early).sum().backward()
         assert x.grad is not None
         assert bool((x.grad == 2).all())
-        dispatcher.close()
         return sizes
 
-    assert on_ranks(body, 2) == [[512, 1024, 1024, 2048]] * 2
+    assert on_dispatchers(body, config(backend)) == [[512, 1024, 1024, 2048]] * 2
 
 
 @pytest.mark.parametrize("backend", [V2, HYBRID], ids=["v2", "hybrid"])
 def test_a_known_maximum_is_reserved_when_the_channel_opens(backend: dict[str, Any]) -> None:
-    def body(group: Group) -> int:
-        dispatcher = build_dispatcher(config(backend, max_tokens_per_rank=700), group)
+    def body(dispatcher: Dispatcher, rank: int) -> int:
         opened = backend_of(dispatcher).rows
-        identity(dispatcher, 700)
+        dispatcher.plan(like=torch.empty(700, 256))
         assert backend_of(dispatcher).rows == opened
         with pytest.raises(InputError, match=r"at most max_tokens_per_rank \(700\) rows per rank, got 701"):
             dispatcher.plan(Rows(), like=torch.ones(701, 256))
-        dispatcher.close()
         return opened
 
-    first, second = on_ranks(body, 2)
+    first, second = on_dispatchers(body, config(backend, max_tokens_per_rank=700))
     assert first == second >= 700
 
 
@@ -120,7 +98,7 @@ def test_buffers_are_no_larger_than_rows_can_be() -> None:
         known: list[dict[str, Any]] = [{}, {"max_tokens_per_rank": 17000}]
         for fields in known:
             dispatcher = build_dispatcher(config({**HYBRID, "ranks_per_domain": 1}, **fields), group)
-            identity(dispatcher, 17000 if rank_of(group) == 1 else 5)
+            dispatcher.plan(like=torch.empty(17000 if rank_of(group) == 1 else 5, 256))
             found.append(backend_of(dispatcher).rows)
             dispatcher.close()
         return found
@@ -128,35 +106,23 @@ def test_buffers_are_no_larger_than_rows_can_be() -> None:
     assert on_ranks(body, 2) == [[21824, 17024]] * 2
 
 
-def test_a_buffer_that_refuses_to_go_does_not_keep_the_others() -> None:
+def test_a_buffer_that_refuses_to_go_does_not_keep_the_others(wrap: Wrap) -> None:
     gone: list[int] = []
 
-    class Buffer:
-        def __init__(self, rows: int) -> None:
-            self.rows = rows
+    def destroying(original: Any, buffer: Any) -> None:
+        original(buffer)
+        gone.append(buffer.num_max_tokens_per_rank)
+        if len(gone) == 1:
+            raise RuntimeError("not now")
 
-        def destroy(self) -> None:
-            gone.append(self.rows)
-            if self.rows == 1024:
-                raise RuntimeError("not now")
-
-    class Backend(LibraryBackend):
-        name = "deepep"
-
-        def make(self, rows: int) -> Buffer:
-            return Buffer(rows)
-
-        def dispatch(self, *call: Any) -> Any:
-            raise NotImplementedError
-
-    shape = MoEShape(num_experts=8, top_k=2, hidden_size=16, ep_size=1, pad_multiple=1)
-    backend = Backend(BackendContext(shape=shape, communicator=Communicator(None)))
-    backend.reserve(Sizes(group_max_rows=1))
-    backend.reserve(Sizes(group_max_rows=1000))
+    wrap(emulated_deep_ep("v2.5.0").EPBuffer, "destroy", destroying)
+    dispatcher = build_dispatcher(config(V25))
+    for rows in (1, 1000):
+        dispatcher.plan(like=torch.ones(rows, 256))
     with pytest.raises(RuntimeError, match="not now"):
-        backend.close()
+        dispatcher.close()
     assert sorted(gone) == [512, 1024]
-    backend.close()
+    dispatcher.close()
     assert len(gone) == 2
 
 
@@ -174,16 +140,13 @@ def test_a_mark_reaches_peers_before_they_make_buffers() -> None:
     assert isinstance(second, InputError)
 
 
-@pytest.mark.parametrize("backend", ALL, ids=names)
-def test_a_rank_without_room_keeps_its_own_error(backend: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LibraryBackend.reserve
-
-    def reserve(self: LibraryBackend, sizes: Sizes) -> None:
+def test_a_rank_without_room_keeps_its_own_error(wrap: Wrap) -> None:
+    def opening(original: Any, *args: Any, **given: Any) -> None:
         if threading.current_thread().name == "rank-1":
             raise MemoryError("no room on this rank")
-        original(self, sizes)
+        original(*args, **given)
 
-    monkeypatch.setattr(LibraryBackend, "reserve", reserve)
-    results = outcomes(lambda group: build_dispatcher(config(backend, max_tokens_per_rank=64), group), 2, seconds=1)
+    wrap(buffer_class(HYBRID), "__init__", opening)
+    results = outcomes(lambda group: build_dispatcher(config(HYBRID, max_tokens_per_rank=64), group), 2, seconds=1)
     assert isinstance(results[1], MemoryError)
     assert isinstance(results[0], Exception)

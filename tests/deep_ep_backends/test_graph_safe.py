@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +11,10 @@ from torch import Tensor
 
 from moe_dispatch import Dispatcher, Routing, build_dispatcher
 from moe_dispatch.errors import ConfigError
-from moe_dispatch_testing.emulation import emulated_deep_ep, memory
+from moe_dispatch_testing.emulation import memory
+from tests.deep_ep_backends.conftest import Wrap
 from tests.deep_ep_backends.static_layer import one_layer
-from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, V25, config, rank_major_class, rank_of
+from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, V25, buffer_class, config, rank_of
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
 
 MOST = 12
@@ -30,8 +30,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fused": {**HYBRID, "fuse_permute": True},
     "old fused": {**OLD, "fuse_permute": True},
 }
-# Rows by rank: the maximum, below it, unequal, none on one rank, none at all.
-ROWS = [(12, 12, 12, 12), (7, 7, 7, 7), (3, 12, 1, 8), (0, 9, 4, 0), (0, 0, 0, 0)]
+# Rows by rank: unequal, up to the maximum; none on one rank; none at all.
+ROWS = [(3, 12, 1, 8), (0, 9, 4, 0), (0, 0, 0, 0)]
 
 
 def rows_of(rows: int, seed: int) -> Tensor:
@@ -58,7 +58,7 @@ def pair(backend: dict[str, Any], group: Group, **fields: Any) -> tuple[Dispatch
 @pytest.mark.parametrize(
     ("variant", "size", "pad_multiple"),
     [
-        *((variant, 2, 16) for variant in VARIANTS),
+        *((variant, 2, 16) for variant in VARIANTS if variant not in ("v2", "old", "fused")),
         ("v2", 1, 16),
         *(
             pytest.param(*given, marks=pytest.mark.slow)
@@ -69,7 +69,8 @@ def pair(backend: dict[str, Any], group: Group, **fields: Any) -> tuple[Dispatch
 def test_outputs_and_gradients_are_those_of_eager_mode(variant: str, size: int, pad_multiple: int) -> None:
     def body(group: Group) -> None:
         eager, static = pair(VARIANTS[variant], group, pad_multiple=pad_multiple)
-        for case, counts in enumerate(ROWS):
+        # The cases of make slow have no rows at all, too, as those of the conformance kit have.
+        for case, counts in enumerate(ROWS if pad_multiple == 1 or size == 4 else ROWS[:2]):
             seed = 10 * case + rank_of(group)
             rows = counts[rank_of(group)]
             x, routing = rows_of(rows, seed), routing_of(rows, seed)
@@ -84,26 +85,23 @@ def test_outputs_and_gradients_are_those_of_eager_mode(variant: str, size: int, 
 
 
 @pytest.mark.parametrize("backend", [V2, V25], ids=["v2", "v2.5"])
-def test_what_stands_in_fresh_memory_may_look_like_ids(
-    backend: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_stands_in_fresh_memory_may_look_like_ids(backend: dict[str, Any], wrap: Wrap) -> None:
     """The library writes no ids behind the rows that arrived; the emulation's own fill would be told from ids."""
-    original = memory.uninitialised
 
-    def stale(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(tuple(shape), dtype=dtype) if dtype == torch.int64 else original(shape, dtype)
+    def stale(original: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        made: Tensor = original(shape, dtype)
+        return made.zero_() if dtype == torch.int64 else made
 
-    monkeypatch.setattr(memory, "uninitialised", stale)
+    wrap(memory, "uninitialised", stale)
 
     def body(group: Group) -> None:
         eager, static = pair(backend, group)
-        for rows in (0, 5):
-            x, routing = rows_of(rows, rank_of(group)), routing_of(rows, rank_of(group))
-            expected, found = one_layer(eager, x, routing), one_layer(static, x, routing)
-            for name, value in expected.items():
-                assert torch.equal(found[name], value), name
-            sent = static.dispatch(x, routing, async_op=True).wait()  # sorted only where it is waited for
-            assert torch.equal(sent.real_tokens_per_expert, expected["real counts of the first call"])
+        x, routing = rows_of(5 * rank_of(group), rank_of(group)), routing_of(5 * rank_of(group), rank_of(group))
+        expected, found = one_layer(eager, x, routing), one_layer(static, x, routing)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+        sent = static.dispatch(x, routing, async_op=True).wait()  # sorted only where it is waited for
+        assert torch.equal(sent.real_tokens_per_expert, expected["real counts of the first call"])
         eager.close()
         static.close()
 
@@ -111,9 +109,19 @@ def test_what_stands_in_fresh_memory_may_look_like_ids(
 
 
 @pytest.mark.parametrize("backend", VARIANTS.values(), ids=VARIANTS)
-def test_shapes_and_places_are_fixed(backend: dict[str, Any]) -> None:
+def test_shapes_are_fixed_and_the_library_is_told_not_to_wait(backend: dict[str, Any], wrap: Wrap) -> None:
+    """Whether it waits is seen in no result: so this looks at what it is called with, also in backwards and repeats."""
+    calls: list[dict[str, Any]] = []
+
+    def spied(original: Any, *args: Any, **given: Any) -> Any:
+        calls.append(given)
+        return original(*args, **given)
+
+    wrap(buffer_class(backend), "dispatch_with_permute" if backend["name"] == "hybridep" else "dispatch", spied)
+
     def body(group: Group) -> None:
-        _, static = pair(backend, group, pad_multiple=16)
+        fields: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": MOST, "pad_multiple": 16}
+        static = build_dispatcher(config(backend, **fields), group)
         capacity = static.plan(like=rows_of(1, 0)).sizes.capacity
         assert capacity is not None
         assert capacity.rows == 2 * MOST * 2
@@ -122,8 +130,8 @@ def test_shapes_and_places_are_fixed(backend: dict[str, Any]) -> None:
             assert sent.rows.shape == (capacity.buffer_rows, 256)
             assert sent.weights.shape == (capacity.buffer_rows,)
             assert sent.tokens_per_expert_list is None
-            assert sent.tokens_per_expert.dtype == sent.real_tokens_per_expert.dtype == torch.int64
             real, padded = sent.real_tokens_per_expert, sent.tokens_per_expert
+            assert real.dtype == padded.dtype == torch.int64
             assert torch.equal(padded, -(-real // 16) * 16)
             starts = padded.cumsum(0) - padded
             for start, count, end in zip(starts.tolist(), real.tolist(), (starts + padded).tolist(), strict=True):
@@ -133,45 +141,20 @@ def test_shapes_and_places_are_fixed(backend: dict[str, Any]) -> None:
         assert (needed.pair_rows, needed.overflowed) == (0, False)
         ids = routing_of(12, 0).topk_ids  # of both ranks, in the fullest call
         assert needed.rows == 2 * max(int((ids[ids >= 0] // 4 == rank).sum()) for rank in range(2))
+        one_layer(static, rows_of(5, 0), routing_of(5, 0))
+        for given in calls:
+            is_new = given.get("handle") is None
+            if backend["name"] == "hybridep":
+                assert given["non_blocking"]
+                assert given["num_permuted_tokens"] == capacity.buffer_rows
+            elif backend is V1:
+                assert given.get("num_worst_tokens", 0) == (2 * MOST if is_new else 0)
+            else:
+                assert not is_new or given["do_cpu_sync"] is False
         static.close()
 
     on_ranks(body, 2)
-
-
-@pytest.mark.parametrize("backend", VARIANTS.values(), ids=VARIANTS)
-def test_the_library_is_told_not_to_wait(backend: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it does is seen in no result: so this looks at what it is called with, also in backwards and repeats."""
-    module = emulated_deep_ep(backend["emulate"])
-    cls, dispatch = {
-        "deepep": (rank_major_class(module), "dispatch"),
-        "hybridep": (getattr(module, "HybridEPBuffer", None), "dispatch_with_permute"),
-    }[backend["name"]]
-    original, calls = getattr(cls, dispatch), []
-
-    @functools.wraps(original)  # the backends tell releases by their signatures
-    def spied(self: Any, *args: Any, **given: Any) -> Any:
-        calls.append(given)
-        return original(self, *args, **given)
-
-    monkeypatch.setattr(cls, dispatch, spied)
-
-    def body(group: Group) -> None:
-        static = build_dispatcher(config(backend, graph_safe=True, max_tokens_per_rank=MOST), group)
-        x, routing = rows_of(5, 0), routing_of(5, 0)
-        one_layer(static, x, routing)
-        static.close()
-
-    on_ranks(body, 2)
-    assert len(calls) == 2 * 7
-    for given in calls:
-        is_new = given.get("handle") is None
-        if backend["name"] == "hybridep":
-            assert given["non_blocking"]
-            assert given["num_permuted_tokens"] == 2 * MOST * 2
-        elif backend is V1:
-            assert given.get("num_worst_tokens", 0) == (2 * MOST if is_new else 0)
-        else:
-            assert not is_new or given["do_cpu_sync"] is False
+    assert len(calls) == 2 * (3 + 7)
 
 
 FINITE: dict[str, Any] = {"capacity_factor": 1.0, "on_overflow": "raise"}

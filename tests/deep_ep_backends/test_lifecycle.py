@@ -14,29 +14,28 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch import Dispatcher, Routing, build_dispatcher
 from moe_dispatch.backends.deep_ep import library
-from moe_dispatch.backends.deep_ep.deepep_v1 import NormalDeepEP
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch_testing.emulation import EmulatedAbort, emulated_deep_ep
+from tests.deep_ep_backends.conftest import Setting, Wrap
 from tests.deep_ep_backends.vendors import (
-    ALL,
     HYBRID,
     RAGGED,
     V1,
     V2,
     V25,
-    backend_of,
+    buffer_class,
     config,
     identity,
     identity_and_close,
-    names,
+    on_dispatchers,
     rank_of,
 )
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
 
 
-@pytest.mark.parametrize("backend", ALL, ids=names)
+@pytest.mark.parametrize("backend", [V1, V25, HYBRID], ids=["v1", "v2.5", "hybrid"])
 def test_a_closed_backend_names_itself(backend: dict[str, Any]) -> None:
     def body(group: Group) -> None:
         dispatcher = build_dispatcher(config(backend), group)
@@ -54,7 +53,7 @@ def test_a_closed_backend_names_itself(backend: dict[str, Any]) -> None:
     on_ranks(body, 2)
 
 
-@pytest.mark.parametrize("backend", ALL, ids=names)
+@pytest.mark.parametrize("backend", [V1, V2, RAGGED], ids=["v1", "v2", "ragged"])
 def test_two_dispatchers_of_different_sizes_side_by_side(backend: dict[str, Any]) -> None:
     def body(group: Group) -> None:
         narrow, wide = (
@@ -70,15 +69,14 @@ def test_two_dispatchers_of_different_sizes_side_by_side(backend: dict[str, Any]
     on_ranks(body, 2)
 
 
-def test_the_last_of_a_channel_frees_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_of_a_channel_frees_its_buffers(wrap: Wrap) -> None:
     freed: list[int] = []
-    original = NormalDeepEP.close
 
-    def close(self: NormalDeepEP) -> None:
+    def destroying(original: Any, *args: Any) -> None:
         freed.append(1)
-        original(self)
+        original(*args)
 
-    monkeypatch.setattr(NormalDeepEP, "close", close)
+    wrap(buffer_class(V1), "destroy", destroying)
 
     def body(group: Group) -> None:
         one, two = (build_dispatcher(config(V1), group) for _ in range(2))
@@ -91,34 +89,41 @@ def test_the_last_of_a_channel_frees_its_buffers(monkeypatch: pytest.MonkeyPatch
     assert len(freed) == 2
 
 
-def test_collected_without_close_says_so_and_leaves_the_buffers(caplog: pytest.LogCaptureFixture) -> None:
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(V1), group)
-        identity(dispatcher, 3)
-        del dispatcher
-        gc.collect()
-
+def test_collected_without_close_says_so_and_leaves_the_buffers(caplog: pytest.LogCaptureFixture, wrap: Wrap) -> None:
     alive: list[Any] = []
 
-    def watching(group: Group) -> None:
-        dispatcher = build_dispatcher(config(HYBRID, top_k=3), group)
-        dispatcher.plan(like=torch.ones(3, 256))
-        alive.append(weakref.ref(backend_of(dispatcher).buffer()))
+    def opening(original: Any, buffer: Any, *args: Any, **given: Any) -> None:
+        original(buffer, *args, **given)
+        alive.append(weakref.ref(buffer))
 
-    on_ranks(body, 2)
-    on_ranks(watching, 2)
+    wrap(buffer_class(HYBRID), "__init__", opening)
+    on_ranks(lambda group: identity(build_dispatcher(config(HYBRID, top_k=2), group), 3), 2)
     gc.collect()
-    assert (
-        "was collected without close(): its buffers stay until the process ends. Call close() on every" in caplog.text
-    )
+    assert "was collected without close(): its buffers stay until the process ends" in caplog.text
+    assert len(alive) == 2
     assert all(buffer() is not None for buffer in alive), "a destructor would free what peers have mapped"
 
 
 SCRIPT = """
+import functools
+import os
+
 import torch
 import torch.distributed as dist
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch_testing.emulation import emulated_deep_ep
 
+buffer_class = emulated_deep_ep("hybridep-746").HybridEPBuffer
+original = buffer_class.__init__
+
+
+@functools.wraps(original)
+def opening(self, *args, **given):
+    print(os.environ["HYBRID_EP_CACHE_DIR"])
+    original(self, *args, **given)
+
+
+buffer_class.__init__ = opening
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 config = DispatcherConfig(
     backend={"name": "hybridep", "emulate": True}, num_experts=4, top_k=1, hidden_size=16, wire_dtype="bfloat16"
@@ -126,14 +131,27 @@ config = DispatcherConfig(
 dispatcher = build_dispatcher(config, dist.group.WORLD)
 sent = dispatcher.dispatch(torch.ones(2, 16), Routing(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)))
 dist.destroy_process_group()
-print("leaves", flush=True)
+print(os.environ["HYBRID_EP_CACHE_DIR"], flush=True)
 """
 
 
-def test_a_process_may_end_without_close() -> None:
-    finished = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False)
-    assert (finished.returncode, finished.stdout) == (0, "leaves\n"), finished.stderr
+@pytest.mark.slow
+def test_a_process_may_end_without_close_and_leaves_no_folder_of_kernels(tmp_path: Path) -> None:
+    parent = tmp_path / "cache"
+    finished = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "HYBRID_EP_CACHE_DIR": str(parent)},
+    )
+    assert finished.returncode == 0, finished.stderr
     assert "Traceback" not in finished.stderr
+    inside, after = finished.stdout.split()
+    assert (Path(inside).parent, Path(after)) == (parent, parent)
+    assert parent.is_dir()
+    assert not list(parent.iterdir())
 
 
 def test_emulation_is_announced_once_and_only_where_asked_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -171,14 +189,11 @@ def test_tensors_elsewhere_are_refused() -> None:
         build_dispatcher(config(HYBRID, device="cuda"))
 
 
-Patch = pytest.MonkeyPatch
-
-
 @pytest.fixture
-def no_network_cards(monkeypatch: Patch) -> None:
+def no_network_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose network cards no GPU can drive. The library then refuses, unless it is told to go without."""
-    for release, name in (("v2-2.1.0", "ElasticBuffer"), ("v2.5.0", "EPBuffer")):
-        monkeypatch.setattr(getattr(emulated_deep_ep(release), name), "has_gdaki", False)
+    for backend in (V2, V25):
+        monkeypatch.setattr(buffer_class(backend), "has_gdaki", False)
 
 
 @pytest.mark.parametrize(("backend", "size"), [(V2, 2), (V25, 2), (V25, 1)], ids=["v2", "v2.5", "v2.5 alone"])
@@ -197,140 +212,114 @@ def test_missing_network_cards_are_named(options: dict[str, Any], no_network_car
             raise result
 
 
-def test_a_v2_that_asks_for_network_cards_within_a_node_is_named(monkeypatch: Patch) -> None:
+def test_a_v2_that_asks_for_network_cards_within_a_node_is_named(wrap: Wrap) -> None:
     """Before pull request 630 it does so whatever ``EP_DISABLE_GIN`` says."""
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
+    def refuse(*args: Any, **given: Any) -> None:
         raise RuntimeError("NCCL GIN is unavailable")
 
-    monkeypatch.setattr(emulated_deep_ep("v2-2.1.0").ElasticBuffer, "__init__", refuse)
+    wrap(buffer_class(V2), "__init__", refuse)
     results = outcomes(lambda group: build_dispatcher(config(V2, max_tokens_per_rank=8), group), 2)
     raises_everywhere(results, ConfigError, "even with EP_DISABLE_GIN=1", "Install a later version")
 
 
 def test_a_buffer_across_nodes_that_is_outgrown_keeps_its_queues(caplog: pytest.LogCaptureFixture) -> None:
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config({**V25, "ranks_per_node": 1}), group)
+    def body(dispatcher: Dispatcher, rank: int) -> None:
         for rows in (3, 600):
-            identity(dispatcher, rows)
-        dispatcher.close()
+            dispatcher.plan(like=torch.empty(rows, 256))
 
-    on_ranks(body, 2)
+    on_dispatchers(body, config({**V25, "ranks_per_node": 1}))
     assert "is outgrown, and keeps its network queues until close(). Set max_tokens_per_rank" in caplog.text
 
 
 @pytest.mark.parametrize("backend", [V1, V2, V25, HYBRID], ids=["v1", "v2", "v2.5", "hybrid"])
-def test_torch_fills_no_memory_inside_a_call(backend: dict[str, Any], monkeypatch: Patch) -> None:
+def test_torch_fills_no_memory_inside_a_call(backend: dict[str, Any]) -> None:
     """The emulation of v1, v2 and V2.5 refuses it, in construction, all calls and deferred epilogues."""
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(backend), group)
+    def body(dispatcher: Dispatcher, rank: int) -> None:
         x = torch.ones(4, 256, requires_grad=True)
         sent = dispatcher.dispatch(x, random_routing(4), async_op=True).wait()
         dispatcher.combine(sent.rows, sent).sum().backward()
         dispatcher.dispatch(x, again=sent)
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, config(backend))
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
 
 def test_the_emulated_v1_refuses_filled_memory() -> None:
     def body(group: Group) -> None:
-        emulated_deep_ep("v1.2.1").Buffer(group, 128, explicitly_destroy=True)
+        buffer_class(V1)(group, 128, explicitly_destroy=True)
 
     raises_everywhere(outcomes(body, 2), EmulatedAbort, "fill_uninitialized_memory must be off in deterministic mode")
 
 
-def test_a_build_of_v1_with_ids_of_32_bits(monkeypatch: Patch) -> None:
-    module = emulated_deep_ep("v1.2.1")
-    monkeypatch.setattr(module, "topk_idx_t", torch.int32, raising=False)
-    monkeypatch.setattr(module.Buffer, "ids_dtype", torch.int32)
+@pytest.fixture
+def ids_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of v1 with another type of ids."""
+    monkeypatch.setattr(emulated_deep_ep("v1.2.1"), "topk_idx_t", torch.int32, raising=False)
+    monkeypatch.setattr(buffer_class(V1), "ids_dtype", torch.int32)
+
+
+def test_a_build_of_v1_with_ids_of_32_bits(ids_of_32_bits: None) -> None:
     on_ranks(lambda group: identity_and_close(build_dispatcher(config(V1), group)), 2)
 
 
 @pytest.mark.parametrize("backend", [V2, V25], ids=["v2", "v2.5"])
-def test_an_estimate_without_a_bandwidth_names_num_sms(backend: dict[str, Any], monkeypatch: Patch) -> None:
+def test_an_estimate_without_a_bandwidth_names_num_sms(backend: dict[str, Any], wrap: Wrap) -> None:
     """Across nodes the library divides by the speed that ``ibstat`` prints. Without ``ibstat`` it is 0."""
-    cls = _buffer_class(backend)
-    monkeypatch.setattr(cls, "get_theoretical_num_sms", lambda self, *sizes: 1 // 0)
-    fields = config(backend)
-    results = outcomes(lambda group: identity(build_dispatcher(fields, group), 3), 2)
+    wrap(buffer_class(backend), "get_theoretical_num_sms", lambda original, *sizes: 1 // 0)
+    results = outcomes(lambda group: identity(build_dispatcher(config(backend), group), 3), 2)
     raises_everywhere(results, ConfigError, "ibstat", "set the option num_sms, for example to 24")
     on_ranks(lambda group: identity_and_close(build_dispatcher(config({**backend, "num_sms": 24}), group)), 2)
 
 
 @pytest.mark.parametrize(("num_sms", "warns"), [(4, True), (24, False), (132, True)])
-def test_a_suspicious_estimate_warns(
-    num_sms: int, warns: bool, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_suspicious_estimate_warns(num_sms: int, warns: bool, wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
     """Without ``nvidia-smi nvlink -s`` the library takes its least number of SMs, or all."""
     library.warn_once.cache_clear()
-    monkeypatch.setattr(_buffer_class(V25), "get_theoretical_num_sms", lambda self, *sizes: num_sms)
+    wrap(buffer_class(V25), "get_theoretical_num_sms", lambda original, *sizes: num_sms)
     with caplog.at_level(logging.WARNING, logger="moe_dispatch"):
         on_ranks(lambda group: identity_and_close(build_dispatcher(config(V25), group)), 2)
     assert (f"deep_ep uses {num_sms} multiprocessors. It takes 4, or all" in caplog.text) == warns
 
 
-def _buffer_class(backend: dict[str, Any]) -> Any:
-    module = emulated_deep_ep(backend["emulate"])
-    return getattr(module, "EPBuffer", None) or module.ElasticBuffer
-
-
 def test_no_kernel_reads_memory_of_a_handle_that_is_gone() -> None:
     """HybridEP 34152ae keeps a number in pinned memory of its handle, which torch reuses while kernels read it."""
 
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config({**HYBRID, "emulate": "hybridep-34152ae"}), group)
+    def body(dispatcher: Dispatcher, rank: int) -> None:
         for _ in range(2):
             x = torch.ones(4, 256, requires_grad=True)
             sent = dispatcher.dispatch(x, random_routing(4, 0))
             dispatcher.combine(sent.rows, sent).sum().backward()
             del sent
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, config({**HYBRID, "emulate": "hybridep-34152ae"}))
 
 
 @pytest.mark.parametrize("backend", [{**HYBRID, "emulate": "hybridep-34152ae"}, HYBRID, RAGGED], ids=str)
-def test_buffers_of_one_process_share_their_kernels(backend: dict[str, Any], monkeypatch: Patch) -> None:
-    """A new dispatcher is a new buffer, whose kernels would be compiled again, at 8 s each."""
-    cls = emulated_deep_ep(backend["emulate"]).HybridEPBuffer
-    monkeypatch.setattr(cls, "compilations", [])
+def test_buffers_of_one_process_share_their_kernels(backend: dict[str, Any], wrap: Wrap, variables: Setting) -> None:
+    """A new dispatcher is a new buffer, whose kernels would be compiled again, at 8 s each.
 
-    def body(group: Group) -> list[int]:
-        found = []
-        for top_k in (1, 2, 3):  # which is no part of a kernel
-            dispatcher = build_dispatcher(config(backend, top_k=top_k, hidden_size=512), group)
-            x = torch.ones(4, 512, requires_grad=True)
-            sent = dispatcher.dispatch(x, random_routing(4, rank_of(group), top_k=top_k))
-            dispatcher.combine(sent.rows, sent).sum().backward()
-            found.append(len(cls.compilations))
-            dispatcher.close()
-        return found
+    They lie in one folder, which the library is told by a variable while it makes a buffer.
+    """
+    compiled, counts, folders = buffer_class(backend).compilations, [], set()
+    compiled.clear()
 
-    (counts,) = on_ranks(body, 1)
+    def opening(original: Any, *args: Any, **given: Any) -> None:
+        folders.add(os.environ["HYBRID_EP_CACHE_DIR"])
+        original(*args, **given)
+
+    wrap(buffer_class(backend), "__init__", opening)
+    variables(HYBRID_EP_CACHE_DIR="elsewhere")
+    for top_k in (1, 2, 3):  # which is no part of a kernel
+        dispatcher = build_dispatcher(config(backend, top_k=top_k, hidden_size=512))
+        sent = dispatcher.dispatch(torch.ones(4, 512, requires_grad=True), random_routing(4, top_k=top_k))
+        dispatcher.combine(sent.rows, sent).sum().backward()
+        counts.append(len(compiled))
+        dispatcher.close()
     assert counts[0] > 0
     assert counts == counts[:1] * 3
-
-
-def test_the_folder_of_kernels_is_fresh_and_inside_the_one_that_is_set(tmp_path: Path, monkeypatch: Patch) -> None:
-    from moe_dispatch.backends.deep_ep import hybridep
-
-    monkeypatch.setenv("HYBRID_EP_CACHE_DIR", str(tmp_path / "cache"))
-    hybridep._fresh_folder.cache_clear()
-    seen: list[str] = []
-    cls = emulated_deep_ep("hybridep-746").HybridEPBuffer
-    original = cls.__init__
-
-    def spy(self: Any, *args: Any, **given: Any) -> None:
-        seen.append(os.environ["HYBRID_EP_CACHE_DIR"])
-        original(self, *args, **given)
-
-    monkeypatch.setattr(cls, "__init__", spy)
-    build_dispatcher(config({"name": "hybridep", "emulate": True}, max_tokens_per_rank=8)).close()
-    hybridep._fresh_folder.cache_clear()
-    assert os.environ["HYBRID_EP_CACHE_DIR"] == str(tmp_path / "cache")
-    assert [Path(folder).parent for folder in seen] == [tmp_path / "cache"]
-    assert not list(Path(seen[0]).iterdir())
+    (folder,) = folders
+    assert Path(folder).is_dir()
+    assert os.environ["HYBRID_EP_CACHE_DIR"] == "elsewhere"

@@ -11,22 +11,20 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_dispatch import Dispatched, Dispatcher, Routing, build_dispatcher
+from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.errors import ConfigError, InputError
 from moe_dispatch_testing import count_collectives
-from moe_dispatch_testing.emulation import emulated_deep_ep
-from tests.deep_ep_backends.vendors import V2, V25, config, rank_of
-from tests.dispatchers.layer import Group, on_ranks, random_rows
+from tests.deep_ep_backends.conftest import Setting, Wrap
+from tests.deep_ep_backends.vendors import V2, V25, buffer_class, config, on_dispatchers
+from tests.dispatchers.layer import outcomes, random_rows
 
-VARIABLE = "EP_AVOID_RECORD_STREAM"
-deep_ep: Any = emulated_deep_ep("v2.5.0")
 NUM_EXPERTS, HIDDEN, ROWS = 8, 256, 12
 STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": ROWS, "balance": "exact"}
 
 
-def opened(group: Group, prefetches: bool, **fields: Any) -> Dispatcher:
-    return build_dispatcher(config({**V25, "prefetch_weights": prefetches}, **{**STATIC, **fields}), group)
+def placed(prefetches: bool) -> DispatcherConfig:
+    return config({**V25, "prefetch_weights": prefetches}, **STATIC)
 
 
 def busy(seed: int) -> Routing:
@@ -37,8 +35,8 @@ def busy(seed: int) -> Routing:
     return Routing(ids, torch.rand(ROWS, 2, generator=generator))
 
 
-def own_part(group: Group, size: int, *widths: int) -> list[Tensor]:
-    generator, rank = torch.Generator().manual_seed(3), rank_of(group)
+def own_part(rank: int, size: int, *widths: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
     whole = [torch.randn(NUM_EXPERTS, HIDDEN, width, generator=generator) / 8 for width in widths]
     return [weight.chunk(size)[rank].clone().requires_grad_() for weight in whole]
 
@@ -49,15 +47,13 @@ def experts(part: Dispatched, up: Tensor, gate: Tensor) -> Tensor:
     return part.grouped_mm(both, up.transpose(1, 2).contiguous())
 
 
-@pytest.mark.parametrize(
-    ("size", "how"), [(1, "run"), (2, "run"), (4, "run"), (2, "fetch"), (2, "recomputed")], ids=str
-)
+@pytest.mark.parametrize(("size", "how"), [(1, "run"), (4, "fetch"), (2, "recomputed")], ids=str)
 def test_results_and_gradients_are_those_over_all_to_all(size: int, how: str) -> None:
-    """Two layers, of which the second has larger experts, over two micro-batches."""
+    """Two layers, of which the second has larger experts; where weights are not fetched again, two micro-batches."""
+    batches = 2 if how == "fetch" else 1
 
-    def body(group: Group, prefetches: bool) -> tuple[list[Tensor], dict[str, int]]:
-        dispatcher = opened(group, prefetches)
-        layers = [own_part(group, size, width, width) for width in (8, 16)]
+    def body(dispatcher: Dispatcher, rank: int) -> tuple[list[Tensor], dict[str, int]]:
+        layers = [own_part(rank, size, width, width) for width in (8, 16)]
         weights = [SlotWeights(dispatcher) for _ in layers]
 
         def layer(index: int, x: Tensor, routing: Routing) -> Tensor:
@@ -69,46 +65,44 @@ def test_results_and_gradients_are_those_over_all_to_all(size: int, how: str) ->
             return dispatcher.combine(outputs, sent)
 
         call, results = layer if how != "recomputed" else partial(checkpoint, layer, use_reentrant=False), []
-        for batch in range(2):
-            x = random_rows(ROWS, seed=10 * batch + rank_of(group), hidden=HIDDEN).requires_grad_()
+        for batch in range(batches):
+            x = random_rows(ROWS, seed=10 * batch + rank, hidden=HIDDEN).requires_grad_()
             y = x
             for index in range(2):
-                y = y + call(index, y, busy(20 * batch + 4 * index + rank_of(group)))
+                y = y + call(index, y, busy(20 * batch + 4 * index + rank))
             y.sum().backward()
             assert x.grad is not None
             results += [y.detach(), x.grad]
         results += [weight.grad for layer in layers for weight in layer if weight.grad is not None]
         collectives = dispatcher.metrics().collectives
-        dispatcher.close()
         return results, {label: count for label, count in collectives.items() if label.startswith("weights")}
 
-    by_mapping, all_to_all = (on_ranks(partial(body, prefetches=way), size) for way in (True, False))
-    fetches = 4 if how == "fetch" else 8
-    backward = {} if size == 1 else {"weights.backward": 4}
+    by_mapping, all_to_all = (on_dispatchers(body, placed(prefetches=way), size) for way in (True, False))
+    backward = {} if size == 1 else {"weights.backward": 2 * batches}
     for (found, labels), (wanted, other_labels) in zip(by_mapping, all_to_all, strict=True):
-        assert len(found) == 8
+        assert len(found) == 4 + 2 * batches
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one, other)
-        assert labels == backward | ({} if size == 1 else {"weights.prefetch": fetches})
-        assert other_labels == backward | ({} if size == 1 else {"weights": fetches})
+        assert labels == backward | ({} if size == 1 else {"weights.prefetch": 4})
+        assert other_labels == backward | ({} if size == 1 else {"weights": 4})
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_only_weights_of_copies_travel(size: int) -> None:
-    def body(group: Group, prefetches: bool) -> tuple[int, int]:
-        dispatcher, stacked = opened(group, prefetches), own_part(group, size, 8)
-        sent = dispatcher.dispatch(random_rows(ROWS, hidden=HIDDEN), busy(rank_of(group)))
+def test_only_weights_of_copies_travel() -> None:
+    size = 4
+
+    def body(dispatcher: Dispatcher, rank: int) -> tuple[int, int]:
+        stacked = own_part(rank, size, 8)
+        sent = dispatcher.dispatch(random_rows(ROWS, hidden=HIDDEN), busy(rank))
         copies = sent.placement.copies_PS  # type: ignore[union-attr]
         with torch.no_grad(), count_collectives() as seen:
             SlotWeights(dispatcher).run(sent, lambda part, up: part.rows, *stacked)
         nbytes = sum(call.nbytes for call in seen.calls if call.op == "alltoall_base")
-        dispatcher.close()
-        return nbytes, int((copies // (NUM_EXPERTS // size) == rank_of(group)).sum())
+        return nbytes, int((copies // (NUM_EXPERTS // size) == rank).sum())
 
     expert = HIDDEN * 8 * 4
-    for nbytes, copies in on_ranks(partial(body, prefetches=True), size):
+    for nbytes, copies in on_dispatchers(body, placed(prefetches=True), size):
         assert nbytes == copies * expert
-    by_rank = on_ranks(partial(body, prefetches=False), size)
+    by_rank = on_dispatchers(body, placed(prefetches=False), size)
     assert [nbytes for nbytes, _ in by_rank] == [(size - 1) * (NUM_EXPERTS // size) * expert] * size
     assert any(copies for _, copies in by_rank)
 
@@ -116,9 +110,9 @@ def test_only_weights_of_copies_travel(size: int) -> None:
 def test_training_after_inference() -> None:
     """The memory of copies is made in inference mode here, and used outside too."""
 
-    def body(group: Group) -> None:
-        dispatcher, stacked = opened(group, prefetches=True), own_part(group, 2, 8, 8)
-        x, routing = random_rows(ROWS, hidden=HIDDEN), busy(rank_of(group))
+    def body(dispatcher: Dispatcher, rank: int) -> None:
+        stacked = own_part(rank, 2, 8, 8)
+        x, routing = random_rows(ROWS, hidden=HIDDEN), busy(rank)
 
         def layer() -> Tensor:
             sent, outputs = SlotWeights(dispatcher).run(dispatcher.dispatch(x, routing), experts, *stacked)
@@ -132,31 +126,28 @@ def test_training_after_inference() -> None:
         assert all(weight.grad is not None for weight in stacked)
         with torch.inference_mode():
             assert torch.equal(first, layer())
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, placed(prefetches=True))
 
 
-def test_events_keep_tensors_during_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_keep_tensors_during_the_call_alone(wrap: Wrap, variables: Setting) -> None:
     """The allocator of torch would not reuse the memory of weights before the end of a capture."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    seen, call = [], deep_ep.EPBuffer.lb_prefetch_weights
+    variables(EP_AVOID_RECORD_STREAM=None)
+    seen = []
 
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        seen.append(os.environ.get(VARIABLE))
-        return call(*args, **kwargs)
+    def noting(original: Any, *args: Any, **given: Any) -> Any:
+        seen.append(os.environ.get("EP_AVOID_RECORD_STREAM"))
+        return original(*args, **given)
 
-    monkeypatch.setattr(deep_ep.EPBuffer, "lb_prefetch_weights", noting)
+    wrap(buffer_class(V25), "lb_prefetch_weights", noting)
 
-    def body(group: Group) -> None:
-        dispatcher = opened(group, prefetches=True)
+    def body(dispatcher: Dispatcher, rank: int) -> None:
         sent = dispatcher.dispatch(random_rows(ROWS, hidden=HIDDEN), busy(0))
-        SlotWeights(dispatcher).fetch(sent, *own_part(group, 2, 8))
-        dispatcher.close()
+        SlotWeights(dispatcher).fetch(sent, *own_part(rank, 2, 8))
 
-    on_ranks(body, 2)
+    on_dispatchers(body, placed(prefetches=True))
     assert seen == ["1", "1"]
-    assert VARIABLE not in os.environ
+    assert "EP_AVOID_RECORD_STREAM" not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -169,19 +160,16 @@ def test_events_keep_tensors_during_the_call_alone(monkeypatch: pytest.MonkeyPat
     ids=["v2", "eager", "nodes"],
 )
 def test_where_weights_cannot_be_prefetched(backend: dict[str, Any], fields: dict[str, Any], told: str) -> None:
-    def body(group: Group) -> None:
+    given = config({**backend, "prefetch_weights": True}, **{**STATIC, **fields})
+    for result in outcomes(lambda group: build_dispatcher(given, group), 2):
         with pytest.raises(ConfigError, match=f"prefetch_weights needs V2.5, .*{told}"):
-            build_dispatcher(config({**backend, "prefetch_weights": True}, **{**STATIC, **fields}), group)
-
-    on_ranks(body, 2)
+            raise result
 
 
 def test_experts_of_other_sizes_are_refused() -> None:
-    def body(group: Group) -> None:
-        dispatcher = opened(group, prefetches=True)
+    def body(dispatcher: Dispatcher, rank: int) -> None:
         sent = dispatcher.dispatch(random_rows(ROWS, hidden=HIDDEN), busy(0))
         with pytest.raises(InputError, match=r"must have a multiple of 32 bytes, got 12\. Leave prefetch_weights"):
             SlotWeights(dispatcher).fetch(sent, torch.ones(NUM_EXPERTS // 2, 3))
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, placed(prefetches=True))

@@ -19,21 +19,39 @@ from torch._C._distributed_c10d import HashStore
 from moe_dispatch import DispatcherConfig, build_dispatcher
 from moe_dispatch._probing import loaded_nccl
 from moe_dispatch.backends import BackendOptions, Rejected, Usable
-from moe_dispatch.backends.deep_ep import library
+from moe_dispatch.backends.deep_ep import deepep_v2, library
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
 from moe_dispatch_testing.emulation import emulated_deep_ep
 from moe_dispatch_testing.ranks import thread_group
+from tests.deep_ep_backends.conftest import Setting, Wrap
 
 Install = Callable[..., None]
+Machine = Callable[..., None]
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this machine had the right device."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Pretend that torch, its GPU and the NCCL that is loaded are such ones."""
+
+    def put(
+        *,
+        capability: Callable[[], tuple[int, int]] = lambda: (9, 0),
+        nccl: tuple[int, int, int] | None = (2, 32, 3),
+        torch_version: str = "2.10.0+cu130",
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+        monkeypatch.setattr(deepep_v2, "loaded_nccl", lambda: nccl)
+        monkeypatch.setattr(torch, "__version__", torch_version)
+
+    return put
+
+
+@pytest.fixture
+def hopper(machine: Machine) -> None:
+    machine()
 
 
 @pytest.fixture
@@ -61,11 +79,10 @@ def test_not_installed(options: type[BackendOptions]) -> None:
     assert reason(options) == "no module named 'deep_ep' is installed"
 
 
-def test_no_device_or_an_older_one(package: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_device_or_an_older_one(package: Callable[[str], None], machine: Machine) -> None:
     package("raise RuntimeError('it must not be imported')")
     assert reason(DeepEPOptions) == reason(HybridEPOptions) == "torch sees no CUDA device"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    machine(capability=lambda: (8, 0))
     assert reason(DeepEPOptions) == "its kernels need compute capability 9.0, this device has 8.0"
 
 
@@ -117,25 +134,22 @@ def installed(hopper: None, toolkit: Callable[[str], Path], monkeypatch: pytest.
     return put
 
 
-def test_the_variant_is_told_by_attributes(installed: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variant_is_told_by_attributes(installed: Install) -> None:
     v1, v2 = emulated_deep_ep("v1.2.1"), emulated_deep_ep("v2-2.1.0")
     installed(Buffer=v1.Buffer, __version__="1.2.1+abc")
     assert DeepEPOptions().probe() == Usable(version="1.2.1+abc", features=("v1", "normal mode"))
     assert "has no HybridEPBuffer: it is not built from the branch hybrid-ep" in reason(HybridEPOptions)
     installed(Buffer=v1.Buffer, ElasticBuffer=v2.ElasticBuffer, __version__="2.1.0")
     assert DeepEPOptions().probe() == Usable(version="2.1.0", features=("v2", "compact", "expand"))
-    monkeypatch.setattr("moe_dispatch.backends.deep_ep.deepep_v2.loaded_nccl", lambda: (2, 32, 3))
     installed(EPBuffer=emulated_deep_ep("v2.5.0").EPBuffer, __version__="2.5.0")
     assert DeepEPOptions().probe() == Usable(version="2.5.0", features=("v2.5", "compact", "expand"))
     hybrid = emulated_deep_ep("hybridep-94a9f8f")
     installed(Buffer=v1.Buffer, HybridEPBuffer=hybrid.HybridEPBuffer)
     assert HybridEPOptions().probe() == Usable(version="of unknown version", features=("chunks of 64 and 64 rows",))
     installed(HybridEpBuffer=hybrid.HybridEPBuffer, __version__="1.1.0")  # the only release that spells it so
-    assert reason(HybridEPOptions) == (
-        "deep_ep 1.1.0 is HybridEP 0ed15b5, whose support has ended; install 34152ae or later"
-    )
+    assert "install 34152ae or later" in reason(HybridEPOptions)
     installed()
-    assert reason(DeepEPOptions) == "deep_ep of unknown version has neither EPBuffer, ElasticBuffer nor Buffer"
+    assert "has neither EPBuffer, ElasticBuffer nor Buffer" in reason(DeepEPOptions)
 
 
 @pytest.fixture
@@ -158,68 +172,45 @@ def nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Non
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="the stand-in of NCCL needs a C compiler")
-def test_v25_asks_the_nccl_that_is_loaded(
-    nccl: Callable[[int], None], installed: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_nccl_that_is_loaded_is_asked(nccl: Callable[[int], None]) -> None:
     """Upstream says ``pip install nvidia-nccl-cu13``, after which torch goes on naming the version of its build."""
-    monkeypatch.setattr(torch, "__version__", "2.10.0+cu130")
-    installed(EPBuffer=emulated_deep_ep("v2.5.0").EPBuffer, __version__="2.5.0")
     nccl(23203)
     assert loaded_nccl() == (2, 32, 3)
-    assert DeepEPOptions().probe() == Usable(version="2.5.0", features=("v2.5", "compact", "expand"))
 
 
-def test_v25_goes_on_if_the_nccl_cannot_be_asked(
-    installed: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("moe_dispatch.backends.deep_ep.deepep_v2.loaded_nccl", lambda: None)
+def test_v25_needs_recent_versions(installed: Install, machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     installed(EPBuffer=emulated_deep_ep("v2.5.0").EPBuffer, __version__="2.5.0")
+    machine(nccl=(2, 32, 2))
+    told = 'NCCL 2.32.3 or later, got 2.32.2; run pip install "nvidia-nccl-cu13>=2.32.3" --no-deps'
+    assert told in reason(DeepEPOptions)
+    machine(nccl=(2, 33, 0), torch_version="2.9.1")
+    assert "torch 2.10 or later, got 2.9" in reason(DeepEPOptions)
+    library.warn_once.cache_clear()
+    machine(nccl=None)
     assert isinstance(DeepEPOptions().probe(), Usable)
     assert "needs NCCL 2.32.3 or later; which NCCL is loaded is unknown" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("nccl_version", "torch_version", "told"),
-    [
-        ((2, 32, 2), "2.10.0+cu130", 'NCCL 2.32.3 or later, got 2.32.2; run pip install "nvidia-nccl-cu13>=2.32.3" -'),
-        ((2, 33, 0), "2.9.1", "torch 2.10 or later, got 2.9"),
-    ],
-)
-def test_v25_needs_recent_versions(
-    nccl_version: tuple[int, ...], torch_version: str, told: str, installed: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moe_dispatch.backends.deep_ep.deepep_v2.loaded_nccl", lambda: nccl_version)
-    monkeypatch.setattr(torch, "__version__", torch_version)
-    installed(EPBuffer=emulated_deep_ep("v2.5.0").EPBuffer, __version__="2.5.0")
-    assert reason(DeepEPOptions).startswith(f"deep_ep 2.5.0 needs {told}")
-
-
-def test_v25_needs_a_recent_compiler(
-    toolkit: Callable[[str], Path], installed: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_v25_needs_a_recent_compiler(toolkit: Callable[[str], Path], installed: Install, variables: Setting) -> None:
     """It compiles at the first dispatch, so nothing else would say so before."""
-    monkeypatch.setattr("moe_dispatch.backends.deep_ep.deepep_v2.loaded_nccl", lambda: (2, 32, 3))
     installed(EPBuffer=emulated_deep_ep("v2.5.0").EPBuffer, __version__="2.5.0")
     old = toolkit("12.9")
-    assert reason(DeepEPOptions) == f"deep_ep 2.5.0 needs nvcc 13.1 or later, got 12.9 ({old})"
-    monkeypatch.setenv("EP_JIT_NVCC_COMPILER", str(toolkit("13.2")))
-    monkeypatch.setenv("CUDA_HOME", str(old.parents[1]))
+    assert f"nvcc 13.1 or later, got 12.9 ({old})" in reason(DeepEPOptions)
+    variables(EP_JIT_NVCC_COMPILER=str(toolkit("13.2")), CUDA_HOME=str(old.parents[1]))
     assert isinstance(DeepEPOptions().probe(), Usable)
-    monkeypatch.setenv("EP_JIT_NVCC_COMPILER", "/no/nvcc")
-    told = "deep_ep 2.5.0 compiles its kernels with /no/nvcc, which is missing; set CUDA_HOME to a CUDA toolkit"
-    assert reason(DeepEPOptions) == told
+    variables(EP_JIT_NVCC_COMPILER="/no/nvcc")
+    assert "/no/nvcc, which is missing; set CUDA_HOME" in reason(DeepEPOptions)
 
 
-def test_hybridep_needs_the_compiler_of_its_variable(installed: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hybridep_needs_the_compiler_of_its_variable(installed: Install, variables: Setting) -> None:
     """The library runs "$CUDA_HOME/bin/nvcc", which is "/bin/nvcc" without the variable."""
     installed(HybridEPBuffer=emulated_deep_ep("hybridep-746").HybridEPBuffer, __version__="1.2")
     assert isinstance(HybridEPOptions().probe(), Usable)
     home = Path(os.environ["CUDA_HOME"])
     (home / "lib64" / "libcudart.so").unlink()
-    assert reason(HybridEPOptions) == f"deep_ep 1.2 links its kernels with libcudart, which is not in {home}/lib64"
-    monkeypatch.delenv("CUDA_HOME")
-    told = "deep_ep 1.2 compiles its kernels with /bin/nvcc, which is missing; set CUDA_HOME to a CUDA toolkit"
-    assert reason(HybridEPOptions) == told
+    assert f"libcudart, which is not in {home}/lib64" in reason(HybridEPOptions)
+    variables(CUDA_HOME=None)
+    assert "/bin/nvcc, which is missing; set CUDA_HOME" in reason(HybridEPOptions)
 
 
 def test_an_older_v1_is_refused_with_what_it_lacks(installed: Install) -> None:
@@ -229,9 +220,7 @@ def test_an_older_v1_is_refused_with_what_it_lacks(installed: Install) -> None:
         def dispatch(self, x: Any, handle: Any = None) -> None: ...
 
     installed(Buffer=Old, __version__="1.0.0")
-    assert reason(DeepEPOptions) == (
-        "Buffer of deep_ep 1.0.0 lacks explicitly_destroy, num_worst_tokens; install v1.2.1 or later"
-    )
+    assert "lacks explicitly_destroy, num_worst_tokens; install v1.2.1 or later" in reason(DeepEPOptions)
 
 
 @pytest.mark.parametrize("name", ["deepep", "hybridep"])
@@ -246,36 +235,35 @@ def test_an_emulation_is_usable_anywhere_and_says_what_it_is(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API", "abc"), ("NUM_OF_TOKENS_PER_CHUNK_COMBINE_API", "0")]
 )
-def test_a_malformed_variable_is_a_reason(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, value)
+def test_a_malformed_variable_is_a_reason(name: str, value: str, variables: Setting) -> None:
+    variables(**{name: value})
     verdict = HybridEPOptions(emulate=True).probe()
     assert isinstance(verdict, Rejected)
-    assert verdict.reason == (
-        f"Backend 'hybridep': {name} must be a positive number, got {value!r}. Correct or unset it"
-    )
+    assert f"{name} must be a positive number, got {value!r}" in verdict.reason
 
 
-def test_whatever_a_probe_stumbles_over_is_a_reason(installed: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Bare:
-        pass
-
-    installed(HybridEPBuffer=Bare)
+def test_whatever_a_probe_stumbles_over_is_a_reason(installed: Install, machine: Machine) -> None:
+    installed(HybridEPBuffer=object)
     assert "reading the constraints of deep_ep raised AttributeError" in reason(HybridEPOptions)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: 1 // 0)
+    machine(capability=lambda: 1 // 0)
     assert "reading the constraints of deep_ep raised ZeroDivisionError" in reason(DeepEPOptions)
+
+
+@pytest.fixture
+def current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
 @pytest.mark.parametrize(("name", "release"), [("deepep", "v2-2.1.0"), ("hybridep", "hybridep-94a9f8f")])
 def test_real_libraries_need_a_group_on_the_current_device(
-    name: str, release: str, installed: Install, monkeypatch: pytest.MonkeyPatch
+    name: str, release: str, installed: Install, current_device: None, wrap: Wrap
 ) -> None:
     found = library.Library(module=emulated_deep_ep(release), version="2.1.0", emulated=False)
-    monkeypatch.setattr("moe_dispatch.backends.deep_ep.library.find_library", lambda release: found)
+    wrap(library, "find_library", lambda original, release: found)
     config = DispatcherConfig(backend=name, num_experts=8, top_k=2, hidden_size=256)
     with pytest.raises(ValueError, match=f"'{name}' needs a process group, even for one rank, got None"):
         build_dispatcher(config)
     group = thread_group(HashStore(), 0, 1)
     group.bound_device_id = torch.device("cuda:1")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(ConfigError, match=r"must be that of the group, cuda:1, got cuda:0. Call torch.cuda.set_device"):
         build_dispatcher(config, group)

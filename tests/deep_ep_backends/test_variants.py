@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import threading
 from functools import partial
@@ -11,58 +10,64 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch import Dispatcher, Routing, build_dispatcher
 from moe_dispatch.backends.base import Constraints, MoEShape
 from moe_dispatch.backends.deep_ep import hybrid_rules as hybrid
 from moe_dispatch.backends.deep_ep.buffers import ProcessSwitch
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.dispatchers import run_in_chunks
 from moe_dispatch.errors import ConfigError, InputError, StateError
-from moe_dispatch_testing.emulation import emulated_deep_ep
+from tests.deep_ep_backends.conftest import Setting, Wrap
 from tests.deep_ep_backends.vendors import (
     HYBRID,
     RAGGED,
     V1,
     V2,
     V25,
+    buffer_class,
     config,
     identity,
     identity_and_close,
-    rank_major_class,
+    on_dispatchers,
     rank_of,
 )
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
 
 
-def test_v2_in_the_order_of_arrival_gives_the_same_sums() -> None:
-    def body(group: Group, *, deterministic: bool) -> tuple[Tensor, Tensor]:
-        dispatcher = build_dispatcher(config({**V2, "deterministic": deterministic}), group)
-        generator = torch.Generator().manual_seed(rank_of(group))
-        x = torch.randn(40, 256, generator=generator).requires_grad_()
-        sent = dispatcher.dispatch(x, random_routing(40, rank_of(group)))
-        y = dispatcher.combine(sent.rows.tanh(), sent)
-        y.square().sum().backward()
-        dispatcher.close()
-        assert x.grad is not None
-        return y.detach(), x.grad
-
-    pairs = zip(
-        on_ranks(lambda group: body(group, deterministic=True), 2),
-        on_ranks(lambda group: body(group, deterministic=False), 2),
-        strict=True,
-    )
-    for sorted_rows, as_they_came in pairs:
-        for one, other in zip(sorted_rows, as_they_came, strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
-
-
 @pytest.mark.parametrize("backend", [V2, V25], ids=["v2", "v2.5"])
-@pytest.mark.parametrize("chunks", [False, True])
+@pytest.mark.parametrize("options", [{"expand": True}, {"deterministic": False}], ids=["expanded", "as they arrive"])
+def test_sums_and_gradients_are_those_of_compact_rows(backend: dict[str, Any], options: dict[str, Any]) -> None:
+    def body(group: Group) -> None:
+        results = []
+        for more in ({}, options):
+            dispatcher = build_dispatcher(config({**backend, **more}, pad_multiple=16), group)
+            generator = torch.Generator().manual_seed(rank_of(group))
+            x = torch.randn(256, 5, generator=generator).t()  # strided: kernels want it contiguous
+            x.requires_grad_()
+            routing = random_routing(5, rank_of(group))
+            weights = routing.topk_weights.clone().requires_grad_()
+            sent = dispatcher.dispatch(x, Routing(routing.topk_ids, weights))
+            assert sent.tokens_per_expert_list is not None
+            assert all(count % 16 == 0 for count in sent.tokens_per_expert_list)
+            y = dispatcher.combine(sent.rows.tanh(), sent)
+            y.square().sum().backward()
+            results.append([y, x.grad, weights.grad])
+            if "expand" in options:  # otherwise rows come in another order
+                results[-1] += [dispatcher.dispatch(x.detach(), again=sent).rows, sent.rows]
+            dispatcher.close()
+        for compact, other in zip(*results, strict=True):
+            torch.testing.assert_close(other, compact, rtol=2e-2, atol=2e-2)
+
+    on_ranks(body, 2)
+    # The library refuses to run while torch fills memory. The switch is put back, also with ranks as threads.
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("backend", "chunks"), [(V2, False), (V25, True)], ids=["v2", "v2.5 in chunks"])
 def test_rows_in_the_order_of_arrival_are_not_computed_again_with_handles_of_the_first_run(
-    chunks: bool, backend: dict[str, Any]
+    backend: dict[str, Any], chunks: bool
 ) -> None:
     """The gradients would belong to other rows."""
     fields: dict[str, Any] = {"chunk_tokens": 20, "chunk_recompute": True} if chunks else {}
@@ -85,15 +90,15 @@ def test_rows_in_the_order_of_arrival_are_not_computed_again_with_handles_of_the
     on_ranks(partial(body, deterministic=True), 2)
 
 
-def test_the_domain_variable_is_as_it_was_also_with_ranks_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_domain_variable_is_as_it_was_also_with_ranks_as_threads(variables: Setting) -> None:
     name = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
-    monkeypatch.delenv(name, raising=False)
-    for _ in range(5):
+    variables(**{name: None})
+    for _ in range(2):
         on_ranks(
             lambda group: identity_and_close(build_dispatcher(config({**HYBRID, "ranks_per_domain": 2}), group)), 4
         )
         assert name not in os.environ
-    monkeypatch.setenv(name, "8")  # of the cluster; this group is smaller
+    variables(**{name: "8"})  # of the cluster; this group is smaller
     on_ranks(lambda group: identity_and_close(build_dispatcher(config(HYBRID), group)), 2)
     assert os.environ[name] == "8"
 
@@ -110,16 +115,12 @@ def test_a_switch_of_the_process_has_one_value_at_a_time() -> None:
     assert held["value"] == "before"
 
 
-def test_a_domain_that_the_library_sees_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    cls: Any = emulated_deep_ep("hybridep-94a9f8f").HybridEPBuffer
-    original = cls.__init__
+def test_a_domain_that_the_library_sees_otherwise_is_refused(wrap: Wrap) -> None:
+    def elsewhere(original: Any, buffer: Any, *args: Any, **given: Any) -> None:
+        original(buffer, *args, **given)
+        buffer.num_of_hybrid_ep_ranks_per_nvlink_domain = 1
 
-    @functools.wraps(original)
-    def elsewhere(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.num_of_hybrid_ep_ranks_per_nvlink_domain = 1
-
-    monkeypatch.setattr(cls, "__init__", elsewhere)
+    wrap(buffer_class(HYBRID), "__init__", elsewhere)
     results = outcomes(lambda group: build_dispatcher(config(HYBRID, max_tokens_per_rank=9), group), 2)
     told = (
         "the library found 1 ranks per NVLink domain, but the constraints are for 2. Set the option ranks_per_domain=1"
@@ -127,16 +128,12 @@ def test_a_domain_that_the_library_sees_otherwise_is_refused(monkeypatch: pytest
     raises_everywhere(results, ConfigError, told)
 
 
-def test_early_versions_return_nothing_on_a_rank_that_receives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cls: Any = emulated_deep_ep("hybridep-94a9f8f").HybridEPBuffer
-    original = cls.dispatch_with_permute
-
-    @functools.wraps(original)
-    def early(*args: Any, **given: Any) -> tuple[Any, ...]:
+def test_early_versions_return_nothing_on_a_rank_that_receives_nothing(wrap: Wrap) -> None:
+    def early(original: Any, *args: Any, **given: Any) -> tuple[Any, ...]:
         found: tuple[Any, ...] = original(*args, **given)
         return found if len(found[0]) else (None, None, None, None, found[-1])
 
-    monkeypatch.setattr(cls, "dispatch_with_permute", early)
+    wrap(buffer_class(HYBRID), "dispatch_with_permute", early)
 
     def body(group: Group) -> None:
         dispatcher = build_dispatcher(config(HYBRID), group)
@@ -148,13 +145,12 @@ def test_early_versions_return_nothing_on_a_rank_that_receives_nothing(monkeypat
     raises_everywhere(results[1:], StateError, *told)
 
 
-@pytest.mark.parametrize("backend", [V1, V2, V25, HYBRID, RAGGED], ids=["v1", "v2", "v2.5", "hybrid", "ragged"])
+@pytest.mark.parametrize("backend", [V25, HYBRID, RAGGED], ids=["v2.5", "hybrid", "ragged"])
 def test_a_weight_of_zero_is_no_padding(backend: dict[str, Any]) -> None:
     """HybridEP tells real rows from padding by their probabilities: one of weight 0 counts, and has a gradient."""
 
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(backend, pad_multiple=16), group)
-        routing, weights = random_routing(6, rank_of(group)), torch.zeros(6, 2).requires_grad_()
+    def body(dispatcher: Dispatcher, rank: int) -> None:
+        routing, weights = random_routing(6, rank), torch.zeros(6, 2).requires_grad_()
         x = torch.ones(6, 256)
         sent = dispatcher.dispatch(x, Routing(routing.topk_ids, weights))
         assert not sent.weights.signbit().any()
@@ -162,9 +158,8 @@ def test_a_weight_of_zero_is_no_padding(backend: dict[str, Any]) -> None:
         assert weights.grad is not None
         assert torch.equal(weights.grad, torch.full((6, 2), 256.0))
         assert int(dispatcher.metrics(gather=True).real_tokens_per_expert.sum()) == 2 * 6 * 2
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, config(backend, pad_multiple=16))
 
 
 def test_a_permutation_is_refused_where_the_library_reorders() -> None:
@@ -173,53 +168,23 @@ def test_a_permutation_is_refused_where_the_library_reorders() -> None:
     build_dispatcher(config(V2, permutation="torch")).close()
 
 
-def test_ranks_with_different_libraries_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = hybrid.rules
-
-    def rules(cls: Any) -> hybrid.Rules:
-        found = original(cls)
+def test_ranks_with_different_libraries_are_told(wrap: Wrap) -> None:
+    def rules(original: Any, cls: Any) -> hybrid.Rules:
+        found: hybrid.Rules = original(cls)
         odd = threading.current_thread().name == "rank-1"
         return dataclasses.replace(found, chunks=(128, 128), pads_capacity=False) if odd else found
 
-    monkeypatch.setattr(hybrid, "rules", rules)
+    wrap(hybrid, "rules", rules)
     results = outcomes(lambda group: build_dispatcher(config(HYBRID), group), 2)
     told = "Ranks disagree on row_multiple: rank 0 has 2, rank 1 has 128. Give every rank the same config, library"
     raises_everywhere(results, ConfigError, told)
-
-
-@pytest.mark.parametrize("backend", [V2, V25], ids=["v2", "v2.5"])
-def test_expanded_rows_give_the_sums_and_gradients_of_compact_rows(backend: dict[str, Any]) -> None:
-    def body(group: Group) -> None:
-        results = []
-        for options in ({}, {"expand": True}):
-            dispatcher = build_dispatcher(config({**backend, **options}, pad_multiple=16), group)
-            generator = torch.Generator().manual_seed(rank_of(group))
-            x = torch.randn(256, 5, generator=generator).t()  # strided: kernels want it contiguous
-            x.requires_grad_()
-            routing = random_routing(5, rank_of(group))
-            weights = routing.topk_weights.clone().requires_grad_()
-            sent = dispatcher.dispatch(x, Routing(routing.topk_ids, weights))
-            assert sent.tokens_per_expert_list is not None
-            assert all(count % 16 == 0 for count in sent.tokens_per_expert_list)
-            y = dispatcher.combine(sent.rows.tanh(), sent)
-            y.square().sum().backward()
-            again = dispatcher.dispatch(x.detach(), again=sent).rows
-            results.append((y, x.grad, weights.grad, again, sent.rows))
-            dispatcher.close()
-        for compact, expanded in zip(*results, strict=True):
-            torch.testing.assert_close(expanded, compact, rtol=2e-2, atol=2e-2)
-
-    on_ranks(body, 2)
-    # The library refuses to run while torch fills memory. The switch is put back, also with ranks as threads.
-    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("backend", [V25, {**V25, "expand": True}], ids=["compact", "expanded"])
 def test_deferred_epilogues_run_before_the_next_call(backend: dict[str, Any]) -> None:
     """Every call of the library writes over the rows that a deferred epilogue reads; the emulation refuses that."""
 
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(backend), group)
+    def body(dispatcher: Dispatcher, rank: int) -> None:
         x, ways = torch.ones(4, 256), [random_routing(4, seed) for seed in range(3)]
         travelling = [dispatcher.dispatch(x * (1 + i), way, async_op=True) for i, way in enumerate(ways)]
         first = dispatcher.dispatch(x, ways[0])
@@ -229,53 +194,52 @@ def test_deferred_epilogues_run_before_the_next_call(backend: dict[str, Any]) ->
             expected = x * (1 + i) * way.topk_weights.sum(1, keepdim=True)
             torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
         assert torch.equal(dispatcher.dispatch(x, again=first).rows, first.rows)
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, config(backend))
 
 
 @pytest.mark.parametrize("backend", [V1, V2, V25], ids=["v1", "v2", "v2.5"])
-def test_only_async_op_leaves_the_wait_to_an_event(backend: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_async_op_leaves_the_wait_to_an_event(backend: dict[str, Any], wrap: Wrap) -> None:
     """Otherwise the allocator of torch would keep the tensors of the call from reuse, in a capture until its end."""
-    cls, calls = rank_major_class(emulated_deep_ep(backend["emulate"])), []
-    original = cls.dispatch
+    calls = []
 
-    @functools.wraps(original)
-    def spied(self: Any, *args: Any, **given: Any) -> Any:
+    def spied(original: Any, *args: Any, **given: Any) -> Any:
         calls.append(any(given.get(name) for name in ("async_finish", "async_with_compute_stream", "defer_epilogue")))
         assert calls[-1] or not given["allocate_on_comm_stream"]
-        return original(self, *args, **given)
+        return original(*args, **given)
 
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config({**backend, "allocate_on_comm_stream": True}), group)
+    wrap(buffer_class(backend), "dispatch", spied)
+
+    def body(dispatcher: Dispatcher, rank: int) -> None:
         identity(dispatcher, 3)
         x, routing = torch.ones(3, 256), random_routing(3, 0)
         sent = dispatcher.dispatch(x, routing, async_op=True).wait()
         assert torch.equal(sent.rows, dispatcher.dispatch(x, routing).rows)
-        dispatcher.close()
 
-    monkeypatch.setattr(cls, "dispatch", spied)
-    on_ranks(body, 2)
+    on_dispatchers(body, config({**backend, "allocate_on_comm_stream": True}))
     assert sorted(calls) == [False] * 4 + [True] * 2
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("backend", [V1, V2, {**V25, "expand": True}], ids=["v1", "v2", "v2.5 expanded"])
+@pytest.mark.parametrize(
+    ("backend", "debug"),
+    [(V1, False), (V1, True), (V2, True), ({**V25, "expand": True}, False)],
+    ids=["v1", "v1 debug", "v2 debug", "v2.5 expanded"],
+)
 def test_a_list_of_counts_that_differs_from_the_rows_is_refused(
-    backend: dict[str, Any], debug: bool, monkeypatch: pytest.MonkeyPatch
+    backend: dict[str, Any], debug: bool, wrap: Wrap
 ) -> None:
     """Rows would reach wrong experts. Without ``debug``, the first rows of a channel are compared."""
-    cls, is_wrong = rank_major_class(emulated_deep_ep(backend["emulate"])), [not debug]
-    original = cls.dispatch
+    is_wrong = [not debug]
 
-    @functools.wraps(original)
-    def listing(self: Any, *args: Any, **given: Any) -> Any:
-        result = original(self, *args, **given)
+    def listing(original: Any, *args: Any, **given: Any) -> Any:
+        result = original(*args, **given)
         counts = next((part for part in result if isinstance(part, list)), None)
         counts = result[3].num_recv_tokens_per_expert_list if counts is None else counts
         if is_wrong[0]:
             counts.reverse()
         return result
+
+    wrap(buffer_class(backend), "dispatch", listing)
 
     def body(group: Group) -> None:
         dispatcher, x = build_dispatcher(config(backend, debug=debug), group), torch.ones(3, 256)
@@ -287,16 +251,14 @@ def test_a_list_of_counts_that_differs_from_the_rows_is_refused(
             dispatcher.dispatch(x, routing)
         dispatcher.close()
 
-    monkeypatch.setattr(cls, "dispatch", listing)
     on_ranks(body, 2)
 
 
 def test_ids_may_change_after_a_dispatch_of_v25() -> None:
     """A handle of V2.5 keeps the ids themselves, and refuses them after a change in place."""
 
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(V25), group)
-        routing = random_routing(4, rank_of(group))
+    def body(dispatcher: Dispatcher, rank: int) -> None:
+        routing = random_routing(4, rank)
         ids, weights = routing.topk_ids.clone(), torch.ones(4, 2)
         x = torch.arange(4 * 256).view(4, 256).remainder(64).float().requires_grad_()
         sent = dispatcher.dispatch(x, Routing(ids, weights))
@@ -304,22 +266,19 @@ def test_ids_may_change_after_a_dispatch_of_v25() -> None:
         y = dispatcher.combine(sent.rows, sent)
         y.sum().backward()
         torch.testing.assert_close(y, 2 * x)
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, config(V25))
 
 
-def test_a_backend_without_a_backward_is_for_inference(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = DeepEPOptions.constraints
+def test_a_backend_without_a_backward_is_for_inference(wrap: Wrap) -> None:
+    def constraints(original: Any, options: DeepEPOptions, shape: MoEShape) -> Constraints:
+        found: Constraints = original(options, shape)
+        return dataclasses.replace(found, differentiable=False)
 
-    def constraints(self: DeepEPOptions, shape: MoEShape) -> Constraints:
-        return dataclasses.replace(original(self, shape), differentiable=False)
+    wrap(DeepEPOptions, "constraints", constraints)
 
-    monkeypatch.setattr(DeepEPOptions, "constraints", constraints)
-
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(V25), group)
-        x, routing = torch.ones(5, 256), random_routing(5, rank_of(group))
+    def body(dispatcher: Dispatcher, rank: int) -> None:
+        x, routing = torch.ones(5, 256), random_routing(5, rank)
         text = "backend 'deepep' has no backward as configured, and tensors require grad. Call it under torch.no_grad"
         with pytest.raises(InputError, match=text):
             dispatcher.dispatch(x.clone().requires_grad_(), routing)
@@ -329,6 +288,5 @@ def test_a_backend_without_a_backward_is_for_inference(monkeypatch: pytest.Monke
         text = "Dispatcher.combine: backend 'deepep' has no backward as configured, and tensors require grad"
         with pytest.raises(InputError, match=text):
             dispatcher.combine(sent.rows.clone().requires_grad_(), sent)
-        dispatcher.close()
 
-    on_ranks(body, 2)
+    on_dispatchers(body, config(V25))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
-from moe_dispatch import Dispatcher, DispatcherConfig, Routing
+from moe_dispatch import Dispatcher, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.backends.deep_ep.buffers import LibraryBackend
-from tests.dispatchers.layer import Group, random_routing
+from moe_dispatch_testing.emulation import emulated_deep_ep
+from tests.dispatchers.layer import Group, on_ranks, random_routing
+
+Result = TypeVar("Result")
 
 V1: dict[str, Any] = {"name": "deepep", "emulate": "v1.2.1"}
 V2: dict[str, Any] = {"name": "deepep", "emulate": "v2-2.1.0"}
@@ -19,9 +23,11 @@ ALL = [V1, V2, V25, HYBRID, RAGGED]
 names = [backend["emulate"] for backend in ALL]
 
 
-def rank_major_class(module: Any) -> Any:
-    """The buffer class that ``deepep`` calls."""
-    return getattr(module, "EPBuffer", None) or getattr(module, "ElasticBuffer", None) or module.Buffer
+def buffer_class(backend: dict[str, Any]) -> Any:
+    """The class of the emulated library that the backend calls."""
+    module = emulated_deep_ep(backend["emulate"])
+    found = (getattr(module, name, None) for name in ("HybridEPBuffer", "EPBuffer", "ElasticBuffer", "Buffer"))
+    return next(cls for cls in found if cls is not None)
 
 
 def config(backend: dict[str, Any], **fields: Any) -> DispatcherConfig:
@@ -45,6 +51,18 @@ def backend_of(dispatcher: Dispatcher) -> LibraryBackend:
 
 def rank_of(group: Group) -> int:
     return 0 if group is None else group.rank()
+
+
+def on_dispatchers(body: Callable[[Dispatcher, int], Result], config: DispatcherConfig, size: int = 2) -> list[Result]:
+    """What ``body`` returned for a dispatcher and its rank, by rank. The dispatchers are closed afterwards."""
+
+    def on_rank(group: Group) -> Result:
+        dispatcher = build_dispatcher(config, group)
+        result = body(dispatcher, rank_of(group))
+        dispatcher.close()
+        return result
+
+    return on_ranks(on_rank, size)
 
 
 def identity_and_close(dispatcher: Dispatcher) -> None:

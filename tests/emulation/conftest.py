@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.deep_ep_backends.conftest import Setting as Setting
+from tests.deep_ep_backends.conftest import variables as variables
+
 
 @pytest.fixture(autouse=True)
 def unfilled_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+
+
+@pytest.fixture
+def filled_memory(unfilled_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer
 HIDDEN, LOCAL, TOP_K, ROWS = 32, 4, 3, 64
 APRIL, JULY, RAGGED = "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-746"
 CURRENT = pytest.mark.parametrize("release", [APRIL, JULY, RAGGED])
-SIZES = pytest.mark.parametrize("size", [2, 4])
 BEFORE_RAGGED = pytest.mark.parametrize("release", [APRIL, JULY])
 FUSED = pytest.mark.parametrize("fused", [False, True])
 
@@ -141,12 +139,3 @@ def _of_rank(sources: Sequence[Source], source_rank: int, output: Tensor, rank: 
         total[tokens] += output[start + before : start + before + len(tokens)].float()
         start += count + -count % pad
     return total.bfloat16()
-
-
-@contextmanager
-def environment(monkeypatch: pytest.MonkeyPatch, **values: object) -> Iterator[None]:
-    """Environment variables inside the block; ranks are threads of this process, so all of them see the same."""
-    with monkeypatch.context() as patch:
-        for name, value in values.items():
-            patch.setenv(name, str(value))
-        yield

@@ -10,7 +10,7 @@ from moe_dispatch_testing.emulation import emulated_deep_ep
 from tests.emulation.tokens import HIDDEN, NUM_EXPERTS, Tokens
 
 deep_ep: Any = emulated_deep_ep("v1.2.1")
-COUNTS = {2: (5, 7), 4: (5, 0, 7, 3)}
+COUNTS = {2: (5, 7), 4: (5, 0, 7, 3), 16: tuple(rank % 5 for rank in range(16))}
 
 
 def open_buffer(group: dist.ProcessGroup, *, hidden_bytes: int = HIDDEN * 2, **options: Any) -> Any:

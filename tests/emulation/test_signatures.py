@@ -47,10 +47,6 @@ def test_methods_take_what_those_of_the_release_take(release: str) -> None:
     assert recorded(release)["release"] == release
     assert len(methods_of(release)) > 5
     assert differences(release, emulated_deep_ep(release)) == []
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_functions_take_what_those_of_the_release_take(release: str) -> None:
     for name, taken in recorded(release).get("functions", {}).items():
         function = getattr(emulated_deep_ep(release).hybrid_ep_buffer, name)
         assert written(inspect.signature(function)) == written(parsed(taken))
@@ -100,8 +96,7 @@ def test_older_releases_refuse_an_argument_that_came_later(release: str) -> None
 
 
 @pytest.mark.parametrize("release", ["v2-2.1.0", "v2.5.0"])
-def test_objects_of_v2_hold_what_those_of_the_release_hold(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+def test_objects_of_v2_hold_what_those_of_the_release_hold(release: str) -> None:
     attributes = recorded(release)["attributes"]
     buffer = elastic_case.open_buffer(None, release)
     handle = elastic_case.dispatched(buffer, make_tokens([5])[0])[3]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,29 @@ class Scripted:
         self.name, self.program, self.seconds = name, program, seconds
 
     def command(self, device: Device) -> list[str]:
-        return [sys.executable, "-c", self.program]
+        return [sys.executable, "-I", "-S", "-c", self.program]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str, steps: list[Any]) -> dict[str, Any]:
-    monkeypatch.setattr(first_hour, "STEPS", steps)
-    monkeypatch.setattr(sys, "argv", ["first_hour", "--device", "cpu", "--out", str(out), *arguments])
-    status = first_hour.main()
-    report: dict[str, Any] = json.loads((out / "report.json").read_text())
-    return {**report, "status": status}
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Run steps of a test on the CPU. Return the report, and the status with which ``make gpu`` ends."""
+
+    def started(*arguments: str, steps: list[Any]) -> dict[str, Any]:
+        monkeypatch.setattr(first_hour, "STEPS", steps)
+        monkeypatch.setattr(sys, "argv", ["first_hour", "--device", "cpu", "--out", str(tmp_path), *arguments])
+        status = first_hour.main()
+        return {**json.loads((tmp_path / "report.json").read_text()), "status": status}
+
+    return started
 
 
 @pytest.mark.slow
-def test_steps_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_steps_run_on_the_cpu(run: Run, tmp_path: Path) -> None:
     steps = [step for step in STEPS if step.name in ("kernels", "graphs", "host-syncs")]
-    report = run(monkeypatch, tmp_path, steps=steps)
+    report = run(steps=steps)
     assert report["status"] == 0
     assert {name: step["status"] for name, step in report["steps"].items()} == {
         "kernels": "passed",
@@ -52,42 +61,37 @@ def test_steps_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert "of the copy" in page
 
 
-def test_a_bad_step_does_not_take_the_next_one_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {_WRITES_LATER!r}, sys.argv[1]]).wait()"
-    late = tmp_path / "late"
+def test_a_bad_step_does_not_take_the_next_one_down(run: Run, tmp_path: Path) -> None:
+    late, begin = tmp_path / "late", time.monotonic()
+    later = f"import time; time.sleep(1.3); open({str(late)!r}, 'w').close()"
+    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {later!r}]).wait()"
     steps = [
-        Scripted("hangs", child.replace("sys.argv[1]", repr(str(late))), seconds=1),
+        Scripted("hangs", child, seconds=1),
         Scripted("dies", "import os; os.abort()"),
         Scripted("fails", "raise SystemExit('it broke')"),
         Scripted("works", "print('{\"speed\": 7}')"),
     ]
-    report = run(monkeypatch, tmp_path, steps=steps)
+    report = run(steps=steps)
     assert report["status"] == 1
     found = report["steps"]
-    assert [found[name]["status"] for name in ("hangs", "dies", "fails", "works")] == [
-        "timed out",
-        "failed",
-        "failed",
-        "passed",
-    ]
+    statuses = {"hangs": "timed out", "dies": "failed", "fails": "failed", "works": "passed"}
+    assert {name: step["status"] for name, step in found.items()} == statuses
     assert "it broke" in found["fails"]["output"]
     assert found["works"]["values"] == {"speed": 7}
-    time.sleep(2)
+    time.sleep(max(0.0, begin + 1.8 - time.monotonic()))
     assert not late.exists()  # what the step started was ended too
 
 
-_WRITES_LATER = "import sys, time; time.sleep(2.5); open(sys.argv[1], 'w').close()"
-
-
-def test_a_cut_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cut_run_goes_on(run: Run, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     count = f"open({str(ran)!r}, 'a').write('x'); print('{{}}')"
     first, second = Scripted("first", count), Scripted("second", count)
-    run(monkeypatch, tmp_path, steps=[first])
-    run(monkeypatch, tmp_path, steps=[first, second])
+    run(steps=[first])
+    run(steps=[first, second])
     assert ran.read_text() == "xx"  # the first step ran once
-    run(monkeypatch, tmp_path, "--again", steps=[first])
+    run("--again", steps=[first])
     assert ran.read_text() == "xxx"
-    monkeypatch.setattr(first_hour, "_commit", lambda: "another")
-    run(monkeypatch, tmp_path, steps=[first])
+    written = json.loads((tmp_path / "report.json").read_text())
+    (tmp_path / "report.json").write_text(json.dumps({**written, "commit": "another"}))
+    run(steps=[first])
     assert ran.read_text() == "xxxx"  # a report of another commit is not continued

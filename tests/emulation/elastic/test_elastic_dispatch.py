@@ -23,6 +23,7 @@ from tests.emulation.tokens import (
     HIDDEN,
     NUM_EXPERTS,
     TOP_K,
+    Tokens,
     expected_rows,
     local,
     make_tokens,
@@ -30,7 +31,8 @@ from tests.emulation.tokens import (
     run_ranks,
 )
 
-SIZES = pytest.mark.parametrize("size", [1, 2, 4])
+SIZES = pytest.mark.parametrize("size", [1, 4])
+ALIGNMENT = 4
 
 
 @SIZES
@@ -63,22 +65,34 @@ def test_rows_come_by_source_rank_and_by_chance_within_it(size: int) -> None:
 
 
 @SIZES
-def test_deterministic_rows_come_by_source_rank_and_token(size: int) -> None:
-    everyone = make_tokens(COUNTS[size])
+def test_deterministic_rows_come_by_source_rank_and_token_and_so_do_others_with_a_handle(size: int) -> None:
+    """Without a CPU sync, nobody writes the tail, not even its ids as v1 does. A running total tells the rows."""
+    everyone, others = make_tokens(COUNTS[size]), make_tokens(COUNTS[size], seed=1)
+    sent_again = [
+        Tokens(other.x, each.topk_idx, each.topk_weights) for other, each in zip(others, everyone, strict=True)
+    ]
 
     def body(group: dist.ProcessGroup) -> None:
         rank = group.rank()
         buffer = open_buffer(group, deterministic=True)
-        for options in ({}, {"do_cpu_sync": False}):
-            x, ids, _, handle, _ = dispatched(buffer, everyone[rank], **options)
-            expected_x, expected_ids, _ = expected_rows(everyone, rank)
-            rows = len(expected_x)
-            assert torch.equal(x[:rows], expected_x)
-            assert torch.equal(ids[:rows], expected_ids)
+        for do_cpu_sync in (True, False):
+            *received, handle, _ = dispatched(buffer, everyone[rank], do_cpu_sync=do_cpu_sync)
+            x, ids, weights = received
+            rows = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+            for found, expected in zip((x, ids), expected_rows(everyone, rank), strict=False):
+                assert torch.equal(found[:rows], expected)
             assert found_sources(handle, rows) == sources(everyone, rank)
-            again, *_ = buffer.dispatch(everyone[rank].x, handle=handle, num_sms=handle.num_sms)
-            assert torch.equal(again[:rows], expected_x)
-            assert found_sources(handle, rows) == sources(everyone, rank)
+            length = rows if do_cpu_sync else CAPACITY * size
+            assert len(x) == len(ids) == len(weights) == handle.num_recv_tokens == length
+            assert x[rows:].isnan().all()
+            assert weights[rows:].isnan().all()
+            assert (ids[rows:] == torch.iinfo(torch.int64).min).all()
+            assert not buffer.combine(x, handle)[0].isnan().any()
+            again, same_ids, none, same, _ = buffer.dispatch(others[rank].x, handle=handle, num_sms=handle.num_sms)
+            assert same is handle
+            assert none is None
+            assert torch.equal(same_ids[:rows], ids[:rows])
+            assert torch.equal(again[:rows], expected_rows(sent_again, rank)[0])
 
     run_ranks(body, size)
 
@@ -97,24 +111,6 @@ def test_deterministic_and_asynchronous_rows_are_sorted_by_the_wait() -> None:
         return was_sorted
 
     assert not all(run_ranks(body, 4))
-
-
-@SIZES
-def test_cached_dispatch_sends_other_rows_to_the_same_places(size: int) -> None:
-    everyone, others = make_tokens(COUNTS[size]), make_tokens(COUNTS[size], seed=1)
-
-    def body(group: dist.ProcessGroup) -> None:
-        rank = group.rank()
-        buffer = open_buffer(group)
-        _, ids, _, handle, _ = dispatched(buffer, everyone[rank])
-        x, again, weights, same, _ = buffer.dispatch(others[rank].x, handle=handle, num_sms=handle.num_sms)
-        assert same is handle
-        assert weights is None
-        assert torch.equal(again, ids)
-        for row, (peer, token) in enumerate(found_sources(handle, len(x))):
-            assert torch.equal(x[row], others[peer].x[token])
-
-    run_ranks(body, size)
 
 
 @SIZES
@@ -144,31 +140,6 @@ def test_combine_sums_two_rows_in_bfloat16_and_more_in_float32(size: int) -> Non
     run_ranks(body, size)
 
 
-@SIZES
-def test_without_a_cpu_sync_the_tail_is_not_written(size: int) -> None:
-    """Not even the ids, unlike in v1: only ``psum_num_recv_tokens_per_scaleup_rank`` tells the rows."""
-    everyone = make_tokens(COUNTS[size])
-
-    def body(group: dist.ProcessGroup) -> None:
-        rank = group.rank()
-        buffer = open_buffer(group, deterministic=True)
-        x, ids, weights, handle, _ = dispatched(buffer, everyone[rank], do_cpu_sync=False)
-        rows = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
-        assert torch.equal(x[:rows], expected_rows(everyone, rank)[0])
-        assert x.shape[0] == ids.shape[0] == weights.shape[0] == handle.num_recv_tokens == CAPACITY * size
-        assert x[rows:].isnan().all()
-        assert weights[rows:].isnan().all()
-        assert (ids[rows:] == torch.iinfo(torch.int64).min).all()
-        assert handle.num_recv_tokens_per_expert_list == []
-        y, _, _ = buffer.combine(x, handle)
-        assert not y.isnan().any()
-
-    run_ranks(body, size)
-
-
-ALIGNMENT = 4
-
-
 def places_of(rows: list[list[tuple[int, int, int]]]) -> list[tuple[int, list[tuple[int, int, int]]]]:
     """Where each expert's rows start when they are rounded up to the alignment, and what they are."""
     starts, start = [], 0
@@ -189,17 +160,20 @@ def arrived_at(handle: Any) -> dict[int, tuple[int, int, int]]:
     return told
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("do_cpu_sync", [True, False])
-@SIZES
+@pytest.mark.parametrize(
+    ("size", "do_cpu_sync", "deterministic", "zeros"),
+    [(1, True, False, False), (2, False, True, True), (4, True, True, False), (4, False, False, True)],
+)
 def test_rows_lie_by_expert_and_by_chance_within_it_unless_sorted(
-    size: int, do_cpu_sync: bool, deterministic: bool
+    size: int, do_cpu_sync: bool, deterministic: bool, zeros: bool
 ) -> None:
+    """Nobody writes what lies between experts, unless it is filled with zeros, nor the tail."""
     everyone = make_tokens(COUNTS[size])
 
     def body(group: dist.ProcessGroup) -> tuple[bool, bool]:
         rank = group.rank()
         options = {"do_expand": True, "expert_alignment": ALIGNMENT, "do_cpu_sync": do_cpu_sync}
+        options["do_zero_padding"] = zeros
         x, ids, weights, handle, _ = dispatched(
             open_buffer(group, deterministic=deterministic), everyone[rank], **options
         )
@@ -224,10 +198,13 @@ def test_rows_lie_by_expert_and_by_chance_within_it_unless_sorted(
                 assert torch.equal(x[row], everyone[peer].x[token])
                 assert weights[row] == everyone[peer].topk_weights[token, choice]
         assert told == {}
-        written = [row for start, mine in places_of(rows) for row in range(start, start + len(mine))]
-        unwritten = torch.ones(len(x), dtype=torch.bool).index_fill(0, torch.tensor(written, dtype=torch.long), False)
-        assert x[unwritten].isnan().all()
-        assert weights[unwritten].isnan().all()
+        for start, mine in places_of(rows):
+            for gap in (
+                part[start + len(mine) : start + -(-len(mine) // ALIGNMENT) * ALIGNMENT] for part in (x, weights)
+            ):
+                assert (gap == 0).all() if zeros else gap.isnan().all()
+        assert x[sum(aligned) :].isnan().all()
+        assert weights[sum(aligned) :].isnan().all()
         return in_order, by_source
 
     in_order, by_source = zip(*run_ranks(body, size), strict=True)
@@ -236,41 +213,16 @@ def test_rows_lie_by_expert_and_by_chance_within_it_unless_sorted(
 
 
 @SIZES
-def test_zero_padding_fills_the_gaps_between_experts_and_not_the_tail(size: int) -> None:
-    everyone = make_tokens(COUNTS[size])
-
-    def body(group: dist.ProcessGroup) -> None:
-        rank = group.rank()
-        options = {"do_expand": True, "expert_alignment": ALIGNMENT, "do_cpu_sync": False, "do_zero_padding": True}
-        buffer = open_buffer(group)
-        x, _, weights, handle, _ = dispatched(buffer, everyone[rank], **options)
-        places = places_of(expert_rows(everyone, rank))
-        last = 0
-        for start, mine in places:
-            last = start + -(-len(mine) // ALIGNMENT) * ALIGNMENT
-            gap = slice(start + len(mine), last)
-            assert (x[gap] == 0).all()
-            assert (weights[gap] == 0).all()
-            assert not x[start : start + len(mine)].isnan().any()
-        assert x[last:].isnan().all()
-        assert len(x) > last
-        again, *_ = buffer.dispatch(
-            everyone[rank].x, handle=handle, num_sms=handle.num_sms, do_expand=True, do_zero_padding=True
-        )
-        assert torch.equal(again[:last], x[:last])
-
-    run_ranks(body, size)
-
-
-@SIZES
-def test_cached_dispatch_repeats_the_places_and_takes_weights(size: int) -> None:
+def test_cached_dispatch_repeats_the_places_and_combine_brings_weights_back(size: int) -> None:
     everyone, others = make_tokens(COUNTS[size]), make_tokens(COUNTS[size], seed=1)
 
     def body(group: dist.ProcessGroup) -> None:
         rank = group.rank()
         buffer = open_buffer(group, deterministic=True)
-        handle = dispatched(buffer, everyone[rank], do_expand=True)[3]
-        other = others[rank]
+        tokens, other = everyone[rank], others[rank]
+        rows, _, given, handle, _ = dispatched(buffer, tokens, do_expand=True, expert_alignment=ALIGNMENT)
+        _, back, _ = buffer.combine(rows, handle, given)
+        assert torch.equal(back, torch.where(tokens.topk_idx >= 0, tokens.topk_weights, 0.0))
         x, ids, weights, _, _ = buffer.dispatch(
             other.x, topk_weights=other.topk_weights, handle=handle, num_sms=handle.num_sms, do_expand=True
         )
@@ -316,19 +268,5 @@ def test_combine_sums_by_rank_and_then_at_home_or_only_at_home(size: int, allow_
                 assert torch.equal(y[token], added(sums))
             else:
                 assert torch.equal(y[token], added(list(arrived.values())))
-
-    run_ranks(body, size)
-
-
-@SIZES
-def test_combine_brings_each_weight_back_to_its_choice(size: int) -> None:
-    everyone = make_tokens(COUNTS[size])
-
-    def body(group: dist.ProcessGroup) -> None:
-        tokens = everyone[group.rank()]
-        buffer = open_buffer(group)
-        x, _, weights, handle, _ = dispatched(buffer, tokens, do_expand=True, expert_alignment=ALIGNMENT)
-        _, back, _ = buffer.combine(x, handle, weights)
-        assert torch.equal(back, torch.where(tokens.topk_idx >= 0, tokens.topk_weights, 0.0))
 
     run_ranks(body, size)

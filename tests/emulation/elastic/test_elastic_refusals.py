@@ -142,8 +142,7 @@ def test_a_handle_of_another_dispatch_is_believed_and_gives_memory_that_nobody_w
     assert any(run_ranks(body, 2))
 
 
-def test_memory_that_torch_fills_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+def test_memory_that_torch_fills_is_refused(filled_memory: None) -> None:
     (tokens,) = make_tokens(COUNTS[1])
     with pytest.raises(AssertionError):
         dispatched(open_buffer(None), tokens)

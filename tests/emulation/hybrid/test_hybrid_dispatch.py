@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer
+from tests.emulation.conftest import Setting
 from tests.emulation.hybrid_case import (
     APRIL,
     CURRENT,
@@ -19,9 +20,7 @@ from tests.emulation.hybrid_case import (
     LOCAL,
     RAGGED,
     ROWS,
-    SIZES,
     Source,
-    environment,
     expected_rows,
     expected_sums,
     expert_outputs,
@@ -32,95 +31,59 @@ from tests.emulation.hybrid_case import (
 )
 from tests.emulation.tokens import run_ranks
 
-DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+MODES = pytest.mark.parametrize(("release", "fused"), [(APRIL, False), (JULY, True), (RAGGED, False), (RAGGED, True)])
+# Releases, ranks, ranks of a domain, and whether permutations are fused. A size of 0 is one rank without a group.
+PLACES = pytest.mark.parametrize(
+    ("release", "size", "domain", "fused"),
+    [
+        *((release, 2, 2, fused) for release in (APRIL, JULY, RAGGED) for fused in (False, True)),
+        *((release, 0, 1, fused) for release, fused in ((APRIL, True), (JULY, False), (RAGGED, True))),
+        *((JULY, 1, 1, True), (APRIL, 4, 4, False), (RAGGED, 4, 4, True)),
+        *((APRIL, 4, 2, False), (JULY, 4, 1, True), (RAGGED, 4, 2, True), (RAGGED, 4, 1, False)),
+    ],
+)
 
 
-@SIZES
-@CURRENT
-def test_expert_rows_are_by_expert_then_rank_then_token_with_zero_padding(release: str, size: int) -> None:
-    sources = make_sources([ROWS] * size)
+@PLACES
+def test_rows_and_their_sums(release: str, size: int, domain: int, fused: bool, variables: Setting) -> None:
+    """Rows come by expert, then rank, then token, with padding of zeros.
 
-    def body(group: dist.ProcessGroup) -> Any:
-        return sent(open_buffer(release, group), sources[group.rank()], pad_multiple=16)
+    Combine sums in float32, and rounds per rank, what comes from another node before it travels, and once more.
+    """
+    ranks = max(size, 1)
+    sources = make_sources([ROWS] * ranks)
+    outputs = expert_outputs(sources, pad=16)
 
-    for rank, (rows, probs, scales, counts, _) in enumerate(run_ranks(body, size)):
+    def body(group: dist.ProcessGroup | None) -> Any:
+        rank = 0 if group is None else group.rank()
+        buffer = open_buffer(release, group, **({} if domain == ranks else {"enable_custom_allgather": False}))
+        nodes = ranks // domain
+        assert (buffer.num_of_nodes, buffer.local_rank, buffer.node_rank) == (nodes, rank % domain, rank // domain)
+        received = sent(buffer, sources[rank], pad_multiple=16, fused=fused)
+        rows, probs, _, _, handle = received
+        assert rows.shape == outputs[rank].shape
+        assert handle[0].shape == (nodes * ROWS, domain)
+        real = expected_rows(sources, rank, pad=16).real[:, None]
+        with_garbage = torch.where(real, outputs[rank], torch.nan)  # padding is never read
+        garbage_probs = torch.where(real[:, 0], probs, torch.nan)
+        return received, returned(buffer, with_garbage, handle, garbage_probs, fused=fused)
+
+    if domain < ranks:
+        variables(NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN=str(domain))
+    expected_out = expected_sums(sources, outputs, pad=16, domain=domain)
+    outs = run_ranks(body, size) if size else [body(None)]
+    for rank, ((rows, probs, scales, counts, _), (sums, returned_probs)) in enumerate(outs):
         expected = expected_rows(sources, rank, pad=16)
         assert torch.equal(rows, expected.rows)
         assert torch.equal(probs, expected.probs)
         assert scales is None
-        assert counts.tolist() == expected.counts
-        assert counts.dtype == torch.int64
-
-
-@FUSED
-@CURRENT
-def test_a_group_of_one_rank_works_with_and_without_a_process_group(release: str, fused: bool) -> None:
-    (source,) = sources = make_sources([ROWS])
-
-    def body(group: dist.ProcessGroup | None) -> Any:
-        rows, _, _, counts, handle = sent(open_buffer(release, group), source, fused=fused)
-        return rows, counts, returned(open_buffer(release, group), rows, handle, fused=fused)[0]
-
-    expected = expected_rows(sources, 0, pad=1)
-    for rows, counts, sums in [body(None), *run_ranks(body, 1)]:
-        assert torch.equal(rows, expected.rows)
-        assert counts.tolist() == expected.counts
-        assert torch.equal(sums, expected_sums(sources, [rows], pad=1)[0])
-
-
-@FUSED
-@SIZES
-@CURRENT
-def test_combine_sums_in_float32_and_rounds_per_rank_and_once_more(release: str, size: int, fused: bool) -> None:
-    sources = make_sources([ROWS] * size)
-    outputs = expert_outputs(sources, pad=16)
-
-    def body(group: dist.ProcessGroup) -> Any:
-        rank, buffer = group.rank(), open_buffer(release, group)
-        rows, probs, _, _, handle = sent(buffer, sources[rank], pad_multiple=16, fused=fused)
-        assert rows.shape == outputs[rank].shape
-        real = expected_rows(sources, rank, pad=16).real[:, None]
-        with_garbage = torch.where(real, outputs[rank], torch.nan)  # padding is never read
-        garbage_probs = torch.where(real[:, 0], probs, torch.nan)
-        return returned(buffer, with_garbage, handle, garbage_probs, fused=fused)
-
-    expected = expected_sums(sources, outputs, pad=16)
-    for rank, (sums, probs) in enumerate(run_ranks(body, size)):
+        assert (counts.tolist(), counts.dtype) == (expected.counts, torch.int64)
         assert sums.dtype == torch.bfloat16
-        assert torch.equal(sums, expected[rank])
-        assert torch.equal(probs, sources[rank].probs)
+        assert torch.equal(sums, expected_out[rank])
+        assert torch.equal(returned_probs, sources[rank].probs)
 
 
-@pytest.mark.parametrize("domain", [1, 2])
-@FUSED
-@CURRENT
-def test_across_nodes_another_nodes_sum_is_rounded_before_it_travels(
-    release: str, fused: bool, domain: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources = make_sources([ROWS] * 4)
-    outputs = expert_outputs(sources, pad=8)
-
-    def body(group: dist.ProcessGroup) -> Any:
-        rank, buffer = group.rank(), open_buffer(release, group, enable_custom_allgather=False)
-        nodes = 4 // domain
-        assert (buffer.num_of_nodes, buffer.local_rank, buffer.node_rank) == (nodes, rank % domain, rank // domain)
-        rows, probs, _, _, handle = sent(buffer, sources[rank], pad_multiple=8, fused=fused)
-        assert handle[0].shape == (nodes * ROWS, domain)
-        assert handle[2].shape == (ROWS, nodes - 1)
-        return rows, returned(buffer, outputs[rank], handle, probs, fused=fused)
-
-    with environment(monkeypatch, **{DOMAIN: domain}):
-        outs = run_ranks(body, 4)
-    expected = expected_sums(sources, outputs, pad=8, domain=domain)
-    for rank, (rows, (sums, probs)) in enumerate(outs):
-        assert torch.equal(rows, expected_rows(sources, rank, pad=8).rows)
-        assert torch.equal(sums, expected[rank])
-        assert torch.equal(probs, sources[rank].probs)
-
-
-@pytest.mark.parametrize(
-    ("release", "fused"), [(release, fused) for release in (APRIL, JULY, RAGGED) for fused in (False, True)]
-)
+@MODES
 def test_a_cached_handle_sends_other_rows_the_same_way(release: str, fused: bool) -> None:
     sources, others = make_sources([ROWS] * 2), make_sources([ROWS] * 2, seed=7)
     again = [Source(other.x, source.routing, source.probs) for source, other in zip(sources, others, strict=True)]
@@ -139,8 +102,7 @@ def test_a_cached_handle_sends_other_rows_the_same_way(release: str, fused: bool
         assert counts is None
 
 
-@FUSED
-@CURRENT
+@MODES
 def test_non_blocking_leaves_nan_after_the_rows_and_the_flag_at_zero(release: str, fused: bool) -> None:
     sources = make_sources([ROWS] * 2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.emulation.normal_case import COUNTS, deep_ep, dispatched, open_buffer
-from tests.emulation.tokens import Call, Tokens, call_on_two_ranks, make_tokens, outcome, run_ranks
+from tests.emulation.tokens import HIDDEN, Call, Tokens, call_on_two_ranks, make_tokens, outcome, run_ranks
 
 
 def combined(buffer: Any, tokens: Tokens, **options: Any) -> object:
@@ -87,6 +88,51 @@ def test_calls_are_refused_on_both_ranks(case: str) -> None:
         assert re.search(said, end), end
 
 
+# What all of 16 ranks, two nodes, must say. Each has tokens of 32 experts.
+BETWEEN_NODES: dict[str, tuple[Call, str]] = {
+    "worst tokens": (lambda b, t: across(b, t, num_worst_tokens=99), "AssertionError: Internode dispatch does"),
+    "no counts of nodes": (lambda b, t: across(b, t, num_tokens_per_rdma_rank=None), "AssertionError: "),
+    "too many experts": (lambda b, t: across(b, t, num_experts=1040), "RuntimeError: .*at most 64 per rank"),
+    "more SMs than queue pairs": (
+        lambda b, t: across(b, t, config=deep_ep.Config(26, 6, 16, 2, 4)),
+        "EmulatedAbort: .*num_qps_per_rank must be 26 or more between nodes, got 24",
+    ),
+    "long queues between nodes": (
+        lambda b, t: across(b, t, config=deep_ep.Config(20, 36, 288, 20, 10**5)),
+        "EmulatedAbort: deep_ep: num_rdma_bytes must be",
+    ),
+    "a short handle": (lambda b, t: b.dispatch(t.x, handle=across(b, t)[4][:6]), "ValueError: .*expected 10"),
+    "a handle of another dispatch on one rank": (
+        lambda b, t: b.dispatch(t.x, handle=[across(b, each)[4] for each in (t, elsewhere(t))][b.rank == 9]),
+        "EmulatedHang: .*must come from one dispatch",
+    ),
+}
+
+
+def elsewhere(tokens: Tokens) -> Tokens:
+    """As many tokens, that go to other experts."""
+    return Tokens(tokens.x, torch.where(tokens.topk_idx >= 0, tokens.topk_idx.add(5) % 32, -1), tokens.topk_weights)
+
+
+def across(buffer: Any, tokens: Tokens, **changed: Any) -> Any:
+    return dispatched(buffer, tokens, **{"num_experts": 32, **changed})
+
+
+def test_calls_between_nodes_are_refused_on_all_ranks() -> None:
+    everyone = make_tokens(COUNTS[16], num_experts=32)
+
+    def body(group: dist.ProcessGroup) -> list[str]:
+        tokens, ends = everyone[group.rank()], []
+        for call, _ in BETWEEN_NODES.values():
+            buffer = open_buffer(group, hidden_bytes=HIDDEN * 64)
+            ends.append(outcome(partial(call, buffer, tokens)))
+        return ends
+
+    for ends in run_ranks(body, 16):
+        for end, (_, said) in zip(ends, BETWEEN_NODES.values(), strict=True):
+            assert re.search("^" + said, end), end
+
+
 def test_too_few_worst_tokens_end_the_rank_and_hang_its_peers() -> None:
     everyone = make_tokens((9, 0))
 
@@ -95,9 +141,8 @@ def test_too_few_worst_tokens_end_the_rank_and_hang_its_peers() -> None:
             lambda: dispatched(open_buffer(group), everyone[group.rank()], num_worst_tokens=3 + 6 * group.rank())
         )
 
-    ends = run_ranks(body, 2)
-    assert ends[0].startswith("EmulatedAbort: deep_ep: num_worst_tokens (3) must hold every row that rank 0")
-    assert ends[1].startswith("EmulatedHang: deep_ep: num_worst_tokens (3) must hold every row that rank 0")
+    for end, kind in zip(run_ranks(body, 2), ("EmulatedAbort", "EmulatedHang"), strict=True):
+        assert end.startswith(f"{kind}: deep_ep: num_worst_tokens (3) must hold every row that rank 0")
 
 
 def test_a_rank_that_refuses_keeps_its_error_and_hangs_the_others() -> None:
