@@ -166,50 +166,33 @@ BY_POSITION: dict[str, Any] = {**SAFE, "capacity_factor": 1.5, "on_overflow": "d
 NO_POSITION = 'it drops rows by weight. Use on_overflow="drop" or "raise"'
 MANY: dict[str, Any] = {**SAFE, "max_tokens_per_rank": 1 << 30}
 MAX_ROWS: dict[str, Any] = {"max_tokens_per_rank": 80, "constraints": {"max_rows": 100, "row_multiple": 64}}
-# Fields, and what is said; on one rank if the backend is local or none is named, else on two.
-RULES: list[tuple[dict[str, Any], str]] = [
-    ({"backend": "alltoall", "num_experts": 9}, "(9) must be divisible by ep_size (2). Use 10 experts or ep_size 1"),
-    (
-        {"backend": "alltoall", "constraints": {"local_experts_multiple": 3}},
-        "experts per rank must be a multiple of 3, got 4 (8 experts over 2 ranks)",
-    ),
-    ({"constraints": {"hidden_multiple": 64}}, "'alltoall': hidden_size must be a multiple of 64, got 16"),
-    ({"constraints": {"max_top_k": 1}}, "top_k must be at most 1, got 2. Lower top_k"),
-    ({**SAFE, "backend": TWO_LEVELS}, "levels=2 has no exchange of fixed size; levels=1 would work."),
-    ({"backend": "allgather", "wire_dtype": "bfloat16"}, "one of None, 'float8_e4m3fn', 'mxfp8', got 'bfloat16'"),
-    (MAX_ROWS, "Backend 'alltoall': at most 64 rows per rank fit, got 80"),
-    ({**SAFE, "backend": "eager"}, "graph_safe is not possible: it has no static path. Set graph_safe=False"),
-    ({**SAFE, "backend": EXACT}, 'graph_safe is not possible: reduction="exact" brings back'),
-    ({**BY_POSITION, "backend": "local"}, f"Backend 'local': {NO_POSITION}"),
-    ({**BY_POSITION, "backend": "allgather"}, f"Backend 'allgather': {NO_POSITION}"),
-    ({**BY_POSITION, "backend": "alltoall"}, f"Backend 'alltoall': {NO_POSITION}"),
-    (
-        {**SAFE, "backend": "alltoall", "permutation": "te"},
-        'permutation must be "auto", "torch" or "triton" with graph_safe=True',
-    ),
-    ({**MANY, "backend": "allgather"}, "a graph-safe buffer must have at most 2147483647 rows, because offs is int32"),
-    ({**MANY, "backend": "local"}, "got 2147483648. Lower max_tokens_per_rank or capacity_factor"),
-    ({**MANY, "backend": "local", "max_tokens_per_rank": (1 << 30) - 1, "pad_multiple": 16}, "2147483647 rows"),
+# Ranks, fields, and what is said.
+RULES: list[tuple[int, dict[str, Any], str]] = [
+    (2, {"num_experts": 9}, "num_experts (9) must be divisible by ep_size (2). Use 10 experts or ep_size 1"),
+    (2, {"constraints": {"local_experts_multiple": 3}}, "must be a multiple of 3, got 4 (8 experts over 2 ranks)"),
+    (1, {"constraints": {"hidden_multiple": 64}}, "'alltoall': hidden_size must be a multiple of 64, got 16"),
+    (1, {"constraints": {"max_top_k": 1}}, "top_k must be at most 1, got 2. Lower top_k"),
+    (2, {**SAFE, "backend": TWO_LEVELS}, "levels=2 has no exchange of fixed size; levels=1 would work."),
+    (2, {"backend": "allgather", "wire_dtype": "bfloat16"}, "one of None, 'float8_e4m3fn', 'mxfp8', got 'bfloat16'"),
+    (1, MAX_ROWS, "Backend 'alltoall': at most 64 rows per rank fit, got 80"),
+    (2, {**SAFE, "backend": "eager"}, "graph_safe is not possible: it has no static path. Set graph_safe=False"),
+    (2, {**SAFE, "backend": EXACT}, 'graph_safe is not possible: reduction="exact" brings back'),
+    (1, {**BY_POSITION, "backend": "local"}, f"Backend 'local': {NO_POSITION}"),
+    (2, {**BY_POSITION, "backend": "allgather"}, f"Backend 'allgather': {NO_POSITION}"),
+    (2, {**BY_POSITION, "backend": "alltoall"}, f"Backend 'alltoall': {NO_POSITION}"),
+    (2, {**SAFE, "permutation": "te"}, 'permutation must be "auto", "torch" or "triton" with graph_safe=True'),
+    (2, {**MANY, "backend": "allgather"}, "buffer must have at most 2147483647 rows, because offs is int32, got"),
+    (1, {**MANY, "backend": "local"}, "got 2147483648. Lower max_tokens_per_rank or capacity_factor"),
+    (1, {**MANY, "backend": "local", "max_tokens_per_rank": (1 << 30) - 1, "pad_multiple": 16}, "2147483647 rows"),
+    (2, {"backend": "local"}, "'local': ep_size must be one of 1, got 2. Use \"alltoall\", or pass group=None"),
+    (3, {"backend": TWO_LEVELS, "num_experts": 12}, "a multiple of ranks_per_node, got 3 ranks and ranks_per_node=2"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "text"), RULES)
-def test_rule_that_needs_the_group(fields: dict[str, Any], text: str) -> None:
-    size = 1 if fields.get("backend", "local") == "local" else 2
+@pytest.mark.parametrize(("size", "fields", "text"), RULES)
+def test_rule_that_needs_the_group(size: int, fields: dict[str, Any], text: str) -> None:
     config = small_config(**fields)
     refused(lambda group: build_dispatcher(config, group), size, ConfigError, text)
-
-
-@pytest.mark.parametrize(
-    ("backend", "size", "texts"),
-    [
-        ("local", 2, ("'local': ep_size must be one of 1, got 2", 'Use "alltoall", or pass group=None')),
-        (TWO_LEVELS, 3, ("ep_size must be a multiple of ranks_per_node, got 3 ranks and ranks_per_node=2.",)),
-    ],
-)
-def test_backend_of_another_number_of_ranks(backend: Any, size: int, texts: tuple[str, ...]) -> None:
-    config = small_config(backend, num_experts=12)
-    refused(lambda group: build_dispatcher(config, group), size, ValueError, *texts)
 
 
 def test_the_most_rows_that_offs_counts() -> None:

@@ -21,11 +21,10 @@ def _routing(rank: int) -> Routing:
     return way
 
 
-def _pairs_from(rank: int) -> int:
-    """Distinct pairs of a row of this rank and another rank that it goes to."""
-    ids = _routing(rank).topk_ids
-    owner = torch.where(ids < 0, -1, ids // (EXPERTS // SIZE)).tolist()
-    return sum(len(set(row) - {-1, rank}) for row in owner)
+def _pairs(source: int, to: int) -> int:
+    """Rows of ``source`` that go to ``to``."""
+    ids = _routing(source).topk_ids
+    return int(((ids >= 0) & (ids // (EXPERTS // SIZE) == to)).any(1).sum())
 
 
 # Of x and of the wire, hidden size; bytes of a row there and back, and of its gradient.
@@ -60,16 +59,10 @@ def test_bytes_are_those_of_distinct_pairs(
         return found
 
     for rank, (counts, there, back, grad_back, grad_there) in enumerate(on_ranks(body, SIZE)):
-        pairs = _pairs_from(rank)
-        arrived = sum(_pairs_to(rank, other) for other in range(SIZE) if other != rank)
+        others = set(range(SIZE)) - {rank}
+        pairs, arrived = sum(_pairs(rank, other) for other in others), sum(_pairs(other, rank) for other in others)
         assert counts == (SIZE - 1) * (1 + EXPERTS // SIZE) * 8
         assert there == pytest.approx(pairs * (row + 6 * SLOTS), rel=0.05)
         assert back == arrived * row_back
         assert grad_back == pairs * row_grad
         assert grad_there == pytest.approx(arrived * (row_back + 4 * SLOTS), rel=0.05)
-
-
-def _pairs_to(rank: int, source: int) -> int:
-    """Rows of ``source`` that come to ``rank``."""
-    ids = _routing(source).topk_ids
-    return int(((ids >= 0) & (ids // (EXPERTS // SIZE) == rank)).any(1).sum())

@@ -33,7 +33,8 @@ EXPERTS = expert_weights(8, HIDDEN, torch.bfloat16)
 CUTS = {1: [20], 2: [13, 7], 4: [9, 0, 8, 3]}
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": TOKENS}
 EAGER: dict[str, Any] = {}
-MXFP8, FLOAT8 = "mxfp8", "float8_e4m3fn"
+MXFP8: RecipeName = "mxfp8"
+FLOAT8: RecipeName = "float8_e4m3fn"
 ALLTOALL, V2 = {"name": "alltoall"}, {"name": "deepep", "emulate": "v2.5.0"}
 TWO_LEVELS = {**ALLTOALL, "levels": 2, "ranks_per_node": 2}
 # Backend, number of ranks, recipe, mode. The conformance kit has all scenarios of quantised rows.

@@ -38,6 +38,10 @@ def small_room(backend: str, size: int, **fields: Any) -> Any:
     return safe_config(backend, size=size, **room, **fields)
 
 
+def room_of(dispatcher: Dispatcher) -> Any:
+    return dispatcher.plan(like=random_rows(1, dispatcher.config.hidden_size)).sizes.capacity
+
+
 def loads(size: int, kind: str = "skewed") -> Load:
     return load(TOKENS[:size], kind)
 
@@ -57,9 +61,6 @@ def test_required_factors_are_enough_and_so_is_growing(
     """Rank 0 tells once what was needed, and what there is now."""
     mine, x = loads(size, kind), random_rows(1)
 
-    def room(dispatcher: Dispatcher) -> Any:
-        return dispatcher.plan(like=x).sizes.capacity
-
     def body(group: Group) -> Any:
         dispatcher = build_dispatcher(small_room(backend, size), group)
         plan = dispatcher.plan(like=x)
@@ -73,14 +74,14 @@ def test_required_factors_are_enough_and_so_is_growing(
         run_layer(by_factors, mine, WEIGHTS, group)
         assert not by_factors.check().overflowed
         assert dispatcher.grow(headroom=headroom).overflowed
-        grown = room(dispatcher)
+        grown = room_of(dispatcher)
         assert not dispatcher.grow(headroom=headroom).overflowed
-        assert room(dispatcher) == grown
+        assert room_of(dispatcher) == grown
         with pytest.raises(StateError, match=r"the capacity has grown since the plan was made"):
             dispatcher.dispatch(x, random_routing(1), plan)
         result = run_layer(dispatcher, mine, WEIGHTS, group)
         assert not dispatcher.check().overflowed
-        return result, required, room(by_factors), grown
+        return result, required, room_of(by_factors), grown
 
     results = on_ranks(body, size)
     expect_same(collected([result[0] for result in results]), expected(mine, set(mine.slots()), WEIGHTS))
@@ -144,7 +145,7 @@ def test_growing_beyond_what_offs_can_count() -> None:
     dispatcher.dispatch(x, Routing(torch.tensor([[0, 1]]).repeat(count, 1), torch.ones(count, 2)))
     with pytest.raises(ConfigError, match=r"buffer must have at most 2147483647 rows, .*got 2147483648"):
         dispatcher.grow(headroom=1024)
-    assert dispatcher.plan(like=x).sizes.capacity.rows == 2
+    assert room_of(dispatcher).rows == 2
 
 
 @pytest.mark.parametrize(("backend", "size"), BACKENDS)
@@ -232,7 +233,7 @@ def test_the_largest_headroom_counts() -> None:
         dispatcher = build_dispatcher(safe_config("alltoall", size=2, rows=6), group)
         dispatcher.dispatch(random_rows(8), random_routing(8, group.rank()))
         dispatcher.grow(headroom=1 + group.rank())
-        return dispatcher.plan(like=random_rows(8)).sizes.capacity
+        return room_of(dispatcher)
 
     first, second = on_ranks(body, 2)
     assert first == second
