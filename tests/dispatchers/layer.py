@@ -135,18 +135,19 @@ def identity_round(dispatcher: Dispatcher, rows: int = 4, seed: int = 0) -> None
     torch.testing.assert_close(y, x * routing.topk_weights.sum(1, keepdim=True))
 
 
+def caught(body: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``body`` returned or raised."""
+    try:
+        return body(*arguments)
+    except Exception as error:
+        return error
+
+
 def outcomes(
     body: Callable[[dist.ProcessGroup], Any], size: int, *, seconds: float = TIMEOUT.total_seconds()
 ) -> list[Any]:
     """What ``body`` returned or raised, by rank; ``seconds`` is the timeout of the group."""
-
-    def guarded(group: dist.ProcessGroup) -> Any:
-        try:
-            return body(group)
-        except Exception as error:
-            return error
-
-    return run_ranks(guarded, size, timeout=datetime.timedelta(seconds=seconds))
+    return run_ranks(partial(caught, body), size, timeout=datetime.timedelta(seconds=seconds))
 
 
 def on_ranks(body: Callable[[Group], Result], size: int) -> list[Result]:
@@ -156,12 +157,12 @@ def on_ranks(body: Callable[[Group], Result], size: int) -> list[Result]:
 
 def outcomes_on(body: Callable[[Group], Any], size: int) -> list[Any]:
     """What ``body`` returned or raised, by rank; a size of 1 is one rank without a process group."""
-    if size > 1:
-        return outcomes(body, size)
-    try:
-        return [body(None)]
-    except Exception as error:
-        return [error]
+    return outcomes(body, size) if size > 1 else [caught(body, None)]
+
+
+def refused(body: Callable[[Group], Any], size: int, kind: type[Exception], *texts: str) -> None:
+    """Every rank raises ``kind`` with all of ``texts`` in its message, and leaves no peer waiting."""
+    on_ranks(lambda group: raises_everywhere([caught(body, group)], kind, *texts), size)
 
 
 def raises_everywhere(results: list[Any], kind: type[Exception], *texts: str) -> None:

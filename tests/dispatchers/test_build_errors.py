@@ -1,18 +1,21 @@
-"""Configs and dispatchers that cannot work: every rank raises, and says which rule, which field, which ranks."""
+"""Configs and dispatchers that cannot work: every rank raises, and says which rule, which field, which ranks.
+
+Configs that mean the same do work: they share a channel, and ranks need not write them alike.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from importlib.metadata import EntryPoint
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch import build_dispatcher
 from moe_dispatch.backends import (
     Backend,
     BackendContext,
@@ -25,15 +28,37 @@ from moe_dispatch.backends import (
     registry,
 )
 from moe_dispatch.backends.local import LocalOptions
-from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError, PeerError
+from moe_dispatch.errors import BackendUnavailableError, ConfigError, PeerError, StateError
 from moe_dispatch_testing.ranks import thread_group
-from tests.dispatchers.layer import SAFE, Group, identity_round, outcomes, outcomes_on, raises_everywhere, small_config
+from tests.dispatchers.layer import (
+    HIDDEN,
+    SAFE,
+    Group,
+    identity_round,
+    on_ranks,
+    outcomes,
+    raises_everywhere,
+    random_routing,
+    random_rows,
+    refused,
+    small_config,
+)
 
 PAIRS = {"name": "alltoall", "pair_rows": 2}
 ALLGATHER = {"name": "allgather", "pair_rows": 1.5}
 ON_OVERFLOW = r"Set on_overflow to \"raise\" or \"drop\" with {}\."
 NOT_SAFE = "{} needs graph_safe=True. Otherwise buffers follow the routing"
 STATIC = r"graph_safe needs row_counts \"static\", got {}"
+ABSURD: list[tuple[Any, str]] = [
+    (0, "greater than 0, got 0"),
+    (float("nan"), "a finite number, got nan"),
+    (1e6, "less than or equal to 1024, got 1000000.0"),
+    (True, "a valid number, got True"),
+    ("1.25", "a valid number, got '1.25'"),
+]
+ABSURD_FACTOR = "capacity_factor: Input should be 'worst'; or Input should be {}"
+ABSURD_PAIRS = "pair_rows: Input should be 'worst'; or Input should be {}"
+DROP: dict[str, Any] = {**SAFE, "on_overflow": "drop"}
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"graph_safe": True}, r"graph_safe and row_counts=\"static\" need max_tokens_per_rank"),
     ({**SAFE, "row_counts": "agree"}, STATIC.format("'agree'")),
@@ -46,9 +71,12 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"backend": PAIRS}, NOT_SAFE.format("pair_rows=2.0")),
     ({"on_overflow": "drop"}, NOT_SAFE.format("on_overflow='drop'")),
     ({**SAFE, "on_overflow": "ignore"}, r"on_overflow: Input should be 'raise', 'drop' or "),
-    ({**SAFE, "backend": ALLGATHER, "on_overflow": "drop"}, r"pair_rows: Extra inputs are not permitted"),
+    ({**DROP, "backend": ALLGATHER}, r"pair_rows: Extra inputs are not permitted"),
     ({"backend": {"name": "alltoall", "ranks_per_node": 2}}, r"ranks_per_node is for levels=2, got ranks_per_node=2"),
+    ({"chunk_recompute": True}, "chunk_recompute needs chunk_tokens"),
     ({"permutation": "numpy"}, "permutation: Input should be 'auto', 'torch', 'triton' or 'te', got 'numpy'"),
+    *(({**DROP, "capacity_factor": value}, ABSURD_FACTOR.format(text)) for value, text in ABSURD),
+    *(({**DROP, "backend": {**PAIRS, "pair_rows": value}}, ABSURD_PAIRS.format(text)) for value, text in ABSURD),
 ]
 
 
@@ -58,34 +86,15 @@ def test_fields_that_do_not_fit(fields: dict[str, Any], text: str) -> None:
         small_config(**fields)
 
 
-ABSURD: list[tuple[Any, str]] = [
-    (0, "greater than 0, got 0"),
-    (float("nan"), "a finite number, got nan"),
-    (1e6, "less than or equal to 1024, got 1000000.0"),
-    (True, "a valid number, got True"),
-    ("1.25", "a valid number, got '1.25'"),
-]
-
-
-@pytest.mark.parametrize(("value", "text"), ABSURD)
-def test_absurd_capacities(value: Any, text: str) -> None:
-    with pytest.raises(ConfigError, match=rf"capacity_factor: Input should be 'worst'; or Input should be {text}"):
-        small_config(**SAFE, capacity_factor=value, on_overflow="drop")
-    with pytest.raises(ConfigError, match=rf"pair_rows: Input should be 'worst'; or Input should be {text}"):
-        small_config({"name": "alltoall", "pair_rows": value}, **SAFE, on_overflow="drop")
-
-
-@pytest.mark.parametrize(
-    ("config", "text"),
-    [
-        ({"num_experts": 8}, r"pass DispatcherConfig\(\*\*your_dict\), not a dict"),
-        ("moe.yaml", r"pass DispatcherConfig\.load\(path\), not a str"),
-        (None, "pass a DispatcherConfig, not a NoneType"),
-    ],
-)
-def test_what_is_no_config_is_not_taken_for_one(config: Any, text: str) -> None:
-    with pytest.raises(ConfigError, match=rf"Dispatcher: {text}"):
-        build_dispatcher(config)
+def test_what_is_no_config_is_not_taken_for_one() -> None:
+    wrong: dict[str, Any] = {
+        r"pass DispatcherConfig\(\*\*your_dict\), not a dict": {"num_experts": 8},
+        r"pass DispatcherConfig\.load\(path\), not a str": "moe.yaml",
+        "pass a DispatcherConfig, not a NoneType": None,
+    }
+    for text, config in wrong.items():
+        with pytest.raises(ConfigError, match=rf"Dispatcher: {text}"):
+            build_dispatcher(config)
 
 
 class Eager(BackendOptions):
@@ -100,6 +109,19 @@ class Eager(BackendOptions):
         raise AssertionError("refused before")
 
 
+class Needy(Eager):
+    """``local`` with other needs."""
+
+    name = "needy"
+    needs: ClassVar[dict[str, Any]] = {}
+
+    def constraints(self, shape: MoEShape) -> Constraints:
+        return replace(LocalOptions().constraints(shape), **self.needs)
+
+    def open(self, context: BackendContext) -> Backend:
+        return LocalOptions().open(context)
+
+
 class Fragile(Eager):
     """Fails in one of its methods, on rank 1, as a missing library or too small a GPU would."""
 
@@ -112,113 +134,65 @@ class Fragile(Eager):
         return Usable(version="1")
 
     def constraints(self, shape: MoEShape) -> Constraints:
-        _fail("constraints")
+        self._fail("constraints")
         return Constraints()
 
     def open(self, context: BackendContext) -> Backend:
-        _fail("open")
-        return FragileBackend(context)
+        self._fail("open")
+        return LocalOptions().open(context)
 
-
-class FragileBackend(Backend):
-    def __init__(self, context: BackendContext) -> None:
-        super().__init__(context)
-        _fail("__init__")
-
-    dispatch = None  # type: ignore[assignment]
-
-
-FragileBackend.__abstractmethods__ = frozenset()
-
-
-def _fail(method: str) -> None:
-    if method == Fragile.fails_in and _rank() == 1:
-        raise RuntimeError(f"no luck in {method}")
+    def _fail(self, method: str) -> None:
+        if method == self.fails_in and _rank() == 1:
+            raise RuntimeError(f"no luck in {method}")
 
 
 def _rank() -> int:
     return int(threading.current_thread().name.removeprefix("rank-"))
 
 
-@pytest.fixture
-def fragile(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Fragile]]:
+@pytest.fixture(autouse=True)
+def own_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register the backends of this file; what a test sets on their classes is taken back."""
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
-    register_backend(Eager)
-    register_backend(Fragile)
-    yield Fragile
-    Fragile.fails_in = ""
+    for options in (Eager, Needy, Fragile):
+        register_backend(options)
+    monkeypatch.setattr(Needy, "needs", {})
+    monkeypatch.setattr(Fragile, "fails_in", "")
 
 
 TWO_LEVELS = {"name": "alltoall", "levels": 2, "ranks_per_node": 2}
 EXACT = {"name": "alltoall", "reduction": "exact"}
 BY_POSITION: dict[str, Any] = {**SAFE, "capacity_factor": 1.5, "on_overflow": "drop_by_position"}
-NO_POSITION = ("it drops rows by weight. Use on_overflow", '"drop" or "raise"')
-WIRE: dict[str, Any] = {"backend": "allgather", "wire_dtype": "bfloat16"}
+NO_POSITION = 'it drops rows by weight. Use on_overflow="drop" or "raise"'
+MANY: dict[str, Any] = {**SAFE, "max_tokens_per_rank": 1 << 30}
 MAX_ROWS: dict[str, Any] = {"max_tokens_per_rank": 80, "constraints": {"max_rows": 100, "row_multiple": 64}}
-# Fields, and what is said; on one rank if the backend is local or none is named, else on two.
-RULES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    (
-        {"backend": "alltoall", "num_experts": 9},
-        ("num_experts (9) must be divisible by ep_size (2)", "Use 10 experts or ep_size 1"),
-    ),
-    (
-        {"backend": "alltoall", "constraints": {"local_experts_multiple": 3}},
-        ("experts per rank must be a multiple of 3, got 4 (8 experts over 2 ranks)",),
-    ),
-    ({"constraints": {"hidden_multiple": 64}}, ("'alltoall': hidden_size must be a multiple of 64, got 16",)),
-    ({"constraints": {"max_top_k": 1}}, ("top_k must be at most 1, got 2. Lower top_k",)),
-    ({**SAFE, "backend": TWO_LEVELS}, ("levels=2 has no exchange of fixed size; levels=1 would work.",)),
-    (WIRE, ("Backend 'allgather': wire_dtype must be one of None, 'float8_e4m3fn', 'mxfp8', got 'bfloat16'",)),
-    (MAX_ROWS, ("Backend 'alltoall': at most 64 rows per rank fit, got 80", "at most 64 rows per rank fit")),
-    (
-        {**SAFE, "backend": "eager"},
-        ("Backend 'eager': graph_safe is not possible: it has no static path. Set graph_safe=False",),
-    ),
-    (
-        {**SAFE, "backend": EXACT},
-        ('graph_safe is not possible: reduction="exact" brings back', '"fast" would work', "Set graph_safe=False"),
-    ),
-    ({**BY_POSITION, "backend": "local"}, ("Backend 'local': ", *NO_POSITION)),
-    ({**BY_POSITION, "backend": "allgather"}, ("Backend 'allgather': ", *NO_POSITION)),
-    ({**BY_POSITION, "backend": "alltoall"}, ("Backend 'alltoall': ", *NO_POSITION)),
-    (
-        {**SAFE, "backend": "alltoall", "permutation": "te"},
-        (
-            'permutation must be "auto", "torch" or "triton" with graph_safe=True',
-            "not used on fixed buffers",
-            "not used on fixed buffers",
-        ),
-    ),
-    (
-        {**SAFE, "backend": "allgather", "max_tokens_per_rank": 1 << 30},
-        ("a graph-safe buffer must have at most 2147483647 rows, because offs is int32, got ", "Lower max_tokens_per"),
-    ),
-    (
-        {**SAFE, "backend": "local", "max_tokens_per_rank": 1 << 30},
-        ("got 2147483648. Lower max_tokens_per_rank or capacity_factor",),
-    ),
-    ({**SAFE, "backend": "local", "max_tokens_per_rank": (1 << 30) - 1, "pad_multiple": 16}, ("2147483647 rows",)),
+# Ranks, fields, and what is said.
+RULES: list[tuple[int, dict[str, Any], str]] = [
+    (2, {"num_experts": 9}, "num_experts (9) must be divisible by ep_size (2). Use 10 experts or ep_size 1"),
+    (2, {"constraints": {"local_experts_multiple": 3}}, "must be a multiple of 3, got 4 (8 experts over 2 ranks)"),
+    (1, {"constraints": {"hidden_multiple": 64}}, "'alltoall': hidden_size must be a multiple of 64, got 16"),
+    (1, {"constraints": {"max_top_k": 1}}, "top_k must be at most 1, got 2. Lower top_k"),
+    (2, {**SAFE, "backend": TWO_LEVELS}, "levels=2 has no exchange of fixed size; levels=1 would work."),
+    (2, {"backend": "allgather", "wire_dtype": "bfloat16"}, "one of None, 'float8_e4m3fn', 'mxfp8', got 'bfloat16'"),
+    (1, MAX_ROWS, "Backend 'alltoall': at most 64 rows per rank fit, got 80"),
+    (2, {**SAFE, "backend": "eager"}, "graph_safe is not possible: it has no static path. Set graph_safe=False"),
+    (2, {**SAFE, "backend": EXACT}, 'graph_safe is not possible: reduction="exact" brings back'),
+    (1, {**BY_POSITION, "backend": "local"}, f"Backend 'local': {NO_POSITION}"),
+    (2, {**BY_POSITION, "backend": "allgather"}, f"Backend 'allgather': {NO_POSITION}"),
+    (2, {**BY_POSITION, "backend": "alltoall"}, f"Backend 'alltoall': {NO_POSITION}"),
+    (2, {**SAFE, "permutation": "te"}, 'permutation must be "auto", "torch" or "triton" with graph_safe=True'),
+    (2, {**MANY, "backend": "allgather"}, "buffer must have at most 2147483647 rows, because offs is int32, got"),
+    (1, {**MANY, "backend": "local"}, "got 2147483648. Lower max_tokens_per_rank or capacity_factor"),
+    (1, {**MANY, "backend": "local", "max_tokens_per_rank": (1 << 30) - 1, "pad_multiple": 16}, "2147483647 rows"),
+    (2, {"backend": "local"}, "'local': ep_size must be one of 1, got 2. Use \"alltoall\", or pass group=None"),
+    (3, {"backend": TWO_LEVELS, "num_experts": 12}, "a multiple of ranks_per_node, got 3 ranks and ranks_per_node=2"),
 ]
 
 
-@pytest.mark.usefixtures("fragile")
-@pytest.mark.parametrize(("fields", "texts"), RULES)
-def test_rule_that_needs_the_group(fields: dict[str, Any], texts: tuple[str, ...]) -> None:
-    size = 1 if fields.get("backend", "local") == "local" else 2
+@pytest.mark.parametrize(("size", "fields", "text"), RULES)
+def test_rule_that_needs_the_group(size: int, fields: dict[str, Any], text: str) -> None:
     config = small_config(**fields)
-    raises_everywhere(outcomes_on(lambda group: build_dispatcher(config, group), size), ConfigError, *texts)
-
-
-@pytest.mark.parametrize(
-    ("backend", "size", "texts"),
-    [
-        ("local", 2, ("'local': ep_size must be one of 1, got 2", 'Use "alltoall", or pass group=None')),
-        (TWO_LEVELS, 3, ("ep_size must be a multiple of ranks_per_node, got 3 ranks and ranks_per_node=2.",)),
-    ],
-)
-def test_backend_of_another_number_of_ranks(backend: Any, size: int, texts: tuple[str, ...]) -> None:
-    config = small_config(backend, num_experts=12)
-    raises_everywhere(outcomes(lambda group: build_dispatcher(config, group), size), ValueError, *texts)
+    refused(lambda group: build_dispatcher(config, group), size, ConfigError, text)
 
 
 def test_the_most_rows_that_offs_counts() -> None:
@@ -232,67 +206,131 @@ def test_a_group_whose_ranks_disagreed_can_still_be_used() -> None:
             build_dispatcher(small_config(top_k=1 + group.rank()), group)
         identity_round(build_dispatcher(small_config(), group))
 
-    assert outcomes(body, 2) == [None, None]
+    on_ranks(body, 2)
 
 
-def test_backend_that_cannot_run_on_one_rank(fragile: type[Fragile]) -> None:
-    fragile.fails_in = "probe"
+def test_backend_that_cannot_run_on_one_rank() -> None:
+    Fragile.fails_in = "probe"
     results = outcomes(lambda group: build_dispatcher(small_config("fragile", num_experts=9), group), 3)
     told = "Backend 'fragile' cannot be used here: no GPU is in sight"
     raises_everywhere([results[1]], BackendUnavailableError, told, "choose one of: allgather, alltoall, ")
     raises_everywhere([results[0], results[2]], PeerError, f"rank 1 refused: {told}")
 
 
-@pytest.mark.parametrize("method", ["constraints", "__init__", "open"])
-def test_backend_that_fails_to_open_on_one_rank(fragile: type[Fragile], method: str) -> None:
-    fragile.fails_in = method
+@pytest.mark.parametrize("method", ["constraints", "open"])
+def test_backend_that_fails_to_open_on_one_rank(method: str) -> None:
+    Fragile.fails_in = method
     results = outcomes(lambda group: build_dispatcher(small_config("fragile", num_experts=9), group), 3)
     assert f"no luck in {method}" in str(results[1])
     raises_everywhere([results[0], results[2]], PeerError, "rank 1 refused: ", f"no luck in {method}")
 
 
-def test_a_broken_plug_in_does_not_hinder_auto(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    points = [EntryPoint("absent", "no_such_package.at_all:Backend", registry.ENTRY_POINT_GROUP)]
-    monkeypatch.setattr(registry, "entry_points", lambda *, group: points)
+def test_a_broken_plug_in_does_not_hinder_auto(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an installed distribution, of which no more than the metadata are needed."""
+    (tmp_path / "absent-1.dist-info").mkdir()
+    (tmp_path / "absent-1.dist-info/entry_points.txt").write_text(
+        "[moe_dispatch.backends]\nabsent = no_such_package.at_all:Backend\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
     caplog.set_level(logging.INFO, logger="moe_dispatch")
-    results = outcomes(lambda group: identity_round(build_dispatcher(small_config("auto"), group)), 2)
-    assert results == [None, None]
+    on_ranks(lambda group: identity_round(build_dispatcher(small_config("auto"), group)), 2)
     assert "absent: Backend 'absent' cannot be used here: its import raised ModuleNotFoundError" in caplog.text
 
 
 def test_a_permutation_that_cannot_be_used_is_refused_when_built() -> None:
-    results = outcomes(lambda group: build_dispatcher(small_config(permutation="te"), group), 2)
     told = ("Permutation 'te' cannot be used here: ", "choose one of: auto, torch")
-    raises_everywhere(results, BackendUnavailableError, *told)
+    refused(lambda group: build_dispatcher(small_config(permutation="te"), group), 2, BackendUnavailableError, *told)
 
 
 def test_control_group_of_other_ranks() -> None:
     reverse, store = HashStore(), HashStore()
 
-    def body(group: Group) -> list[Exception | None]:
-        rank, told = group.rank(), list[Exception | None]()
-        reversed_, smaller = thread_group(reverse, 1 - rank, 2), thread_group(HashStore(), 0, 1)
-        for control in (reversed_, smaller, thread_group(store, rank, 2)):
-            try:
-                identity_round(build_dispatcher(small_config(), group, control_group=control))
-                told.append(None)
-            except MoEDispatchError as error:
-                told.append(error)
-        return told
+    def body(group: Group) -> None:
+        rank = group.rank()
+        for control in (thread_group(reverse, 1 - rank, 2), thread_group(HashStore(), 0, 1)):
+            with pytest.raises(ConfigError, match="control_group must hold the ranks of group in the same order"):
+                build_dispatcher(small_config(), group, control_group=control)
+        identity_round(build_dispatcher(small_config(), group, control_group=thread_group(store, rank, 2)))
 
-    for told in outcomes(body, 2):
-        raises_everywhere(told[:2], ConfigError, "control_group must hold the ranks of group in the same order")
-        assert told[2] is None
+    on_ranks(body, 2)
 
 
-def test_unfit_dtype_and_device_of_a_backend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = Constraints(dtypes=frozenset({torch.bfloat16}), devices=frozenset({"cuda"}), group_sizes=frozenset({1}))
-    monkeypatch.setattr(LocalOptions, "constraints", lambda options, shape: needs)
+def test_unfit_dtype_and_device_of_a_backend_are_refused() -> None:
+    only = {"dtypes": frozenset({torch.bfloat16}), "devices": frozenset({"cuda"})}
+    Needy.needs = {**only, "wire_dtypes": frozenset()}
     with pytest.raises(ConfigError, match="device must be one of cuda, got 'cpu'"):
-        build_dispatcher(small_config("local", device="cpu"))
-    dispatcher = build_dispatcher(small_config("local", pad_multiple=3))
-    routing = Routing(torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2))
+        build_dispatcher(small_config("needy", device="cpu"))
+    dispatcher = build_dispatcher(small_config("needy", pad_multiple=3))
     with pytest.raises(ValueError, match=r"x must be torch.bfloat16, got torch.float32. Convert x"):
-        dispatcher.dispatch(torch.zeros(2, 16), routing)
+        dispatcher.dispatch(random_rows(2), random_routing(2))
     with pytest.raises(ValueError, match="x must be on cuda, got cpu"):
-        dispatcher.dispatch(torch.zeros(2, 16, dtype=torch.bfloat16), routing)
+        dispatcher.dispatch(random_rows(2, dtype=torch.bfloat16), random_routing(2))
+
+
+@pytest.mark.parametrize(
+    ("needs", "way_out", "told"),
+    [
+        ({"delivers_quantised": False}, {"deliver": "rows"}, 'it cannot deliver quantised rows. Set deliver="rows"'),
+        ({"quantised_gradients": "no"}, {"grad_wire_dtype": None}, "it cannot send gradients in 8 bits. Set grad_wi"),
+    ],
+)
+def test_a_backend_that_only_widens_is_refused(needs: dict[str, Any], way_out: dict[str, Any], told: str) -> None:
+    """No backend of this package takes a quantised wire without the rest; one of another package may."""
+    Needy.needs = needs
+    sizes: dict[str, Any] = {"hidden_size": 32, "pad_multiple": 32}
+    config = small_config("needy", wire_dtype="mxfp8", grad_wire_dtype="mxfp8", deliver="quantised", **sizes)
+    with pytest.raises(ConfigError, match=f"Backend 'needy': {told}"):
+        build_dispatcher(config)
+    build_dispatcher(config.replace(**way_out))
+
+
+ALLTOALL = {"name": "alltoall", "reduction": "fast", "pair_rows": "worst"}
+FINITE: dict[str, Any] = {**SAFE, "on_overflow": "raise"}
+
+
+@pytest.mark.parametrize(
+    ("way", "other_way"),
+    [
+        ({"backend": "alltoall"}, {"backend": {**ALLTOALL, "levels": 1, "ranks_per_node": None}}),
+        ({**FINITE, "backend": {**ALLTOALL, "pair_rows": 1}}, {**FINITE, "backend": {**ALLTOALL, "pair_rows": 1.0}}),
+    ],
+)
+def test_configs_that_mean_the_same(way: dict[str, Any], other_way: dict[str, Any]) -> None:
+    """Ranks may write one config in two ways. Dispatchers of both share a channel and accept each other's plans.
+
+    ``tests/config/test_meaning.py`` has all ways to write one config.
+    """
+
+    def body(group: Group) -> None:
+        one, other = small_config(**way), small_config(**other_way)
+        dispatcher, x = build_dispatcher([one, other][group.rank()], group), random_rows(4)
+        sent = dispatcher.dispatch(x, random_routing(4))
+        assert dispatcher.combine(sent.rows, sent).shape == (4, HIDDEN)
+        first, second = build_dispatcher(one, group), build_dispatcher(other, group)
+        second.dispatch(x, random_routing(4), first.plan(like=x))
+        first.dispatch(x, random_routing(4), second.plan(like=x))
+        assert first.metrics().dispatches == second.metrics().dispatches == 3  # counters are the channel's
+
+    on_ranks(body, 2)
+
+
+# Fields of two configs that mean different things, and what ranks that have one each are told. The kit has more.
+DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"backend": {**ALLTOALL, "reduction": "exact"}}, "Ranks disagree on backend: "),
+    ({"backend": "alltoall"}, {"backend": "auto"}, "Ranks disagree on backend: "),
+    ({"pad_multiple": "fp8"}, {"pad_multiple": 32}, "Ranks disagree on pad_multiple: rank 0 has 16"),
+    ({}, {"backend": "allgather"}, "Ranks disagree on backend: rank 0 has {'name': 'alltoall', 'reduction': 'fast', "),
+]
+
+
+@pytest.mark.parametrize(("way", "other_way", "told"), DIFFERENT)
+def test_configs_that_differ_still_differ(way: dict[str, Any], other_way: dict[str, Any], told: str) -> None:
+    configs = [small_config(**{"backend": "alltoall", **fields}) for fields in (way, other_way)]
+
+    one, other = (build_dispatcher(config) for config in configs)
+    x = random_rows(4)
+    with pytest.raises(StateError, match="the plan is of another config or group"):
+        other.dispatch(x, random_routing(4), one.plan(like=x))
+    refused(lambda group: build_dispatcher(configs[group.rank()], group), 2, ConfigError, told)

@@ -11,8 +11,7 @@ from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch_testing import count_collectives
 from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
 
-EXPERTS, SLOTS, HIDDEN, ROWS, SIZE = 16, 8, 64, 50, 4
-FIELDS: dict[str, Any] = {"num_experts": EXPERTS, "top_k": SLOTS}
+EXPERTS, SLOTS, ROWS, SIZE = 16, 8, 50, 4
 
 
 def _routing(rank: int) -> Routing:
@@ -22,65 +21,48 @@ def _routing(rank: int) -> Routing:
     return way
 
 
-def _pairs_from(rank: int) -> int:
-    """Distinct pairs of a row of this rank and another rank that it goes to."""
-    ids = _routing(rank).topk_ids
-    owner = torch.where(ids < 0, -1, ids // (EXPERTS // SIZE)).tolist()
-    return sum(len(set(row) - {-1, rank}) for row in owner)
+def _pairs(source: int, to: int) -> int:
+    """Rows of ``source`` that go to ``to``."""
+    ids = _routing(source).topk_ids
+    return int(((ids >= 0) & (ids // (EXPERTS // SIZE) == to)).any(1).sum())
 
 
-def _sent(dtype: torch.dtype, hidden: int, **fields: Any) -> list[list[int]]:
-    """Bytes of each rank's collectives in order: counts, dispatch, combine, backwards of combine and dispatch."""
+# Of x and of the wire, hidden size; bytes of a row there and back, and of its gradient.
+WIRES: list[tuple[torch.dtype, dict[str, Any], int, int, int, int]] = [
+    (torch.float32, {}, 64, 4 * 64, 4 * 64, 4 * 64),
+    (torch.bfloat16, {}, 64, 2 * 64, 2 * 64, 2 * 64),
+    (torch.float32, {"wire_dtype": "bfloat16"}, 64, 2 * 64, 2 * 64, 2 * 64),
+    (torch.bfloat16, {"wire_dtype": "float8_e4m3fn"}, 128, 128 + 4, 2 * 128, 2 * 128),
+    (torch.bfloat16, {"wire_dtype": "mxfp8"}, 128, 128 + 4, 2 * 128, 2 * 128),
+    (torch.bfloat16, {"wire_dtype": "mxfp8", "grad_wire_dtype": "mxfp8"}, 128, 128 + 4, 2 * 128, 128 + 4),
+]
+
+
+@pytest.mark.parametrize(("dtype", "fields", "hidden", "row", "row_back", "row_grad"), WIRES)
+def test_bytes_are_those_of_distinct_pairs(
+    dtype: torch.dtype, fields: dict[str, Any], hidden: int, row: int, row_back: int, row_grad: int
+) -> None:
+    """In order: counts, dispatch, combine, backwards of combine and dispatch. What stays on its rank costs nothing."""
 
     def body(group: Group) -> list[int]:
-        dispatcher = build_dispatcher(small_config(hidden_size=hidden, **FIELDS, **fields), group)
+        dispatcher = build_dispatcher(
+            small_config(hidden_size=hidden, num_experts=EXPERTS, top_k=SLOTS, **fields), group
+        )
         way = _routing(group.rank())
         x, weights = random_rows(ROWS, hidden, dtype=dtype).requires_grad_(), way.topk_weights.requires_grad_()
         with count_collectives() as seen:
             sent = dispatcher.dispatch(x, Routing(way.topk_ids, weights))
             dispatcher.combine(sent.rows, sent).sum().backward()
-        return [call.nbytes for call in seen.calls]
+        found = [call.nbytes for call in seen.calls]
+        told = dispatcher.metrics().bytes_sent
+        assert found[1:] == [told[name] for name in ("dispatch", "combine", "combine.backward", "dispatch.backward")]
+        return found
 
-    return on_ranks(body, SIZE)
-
-
-# dtype, wire, hidden size; bytes of a row there and back
-WIRES: list[tuple[torch.dtype, str | None, int, int, int]] = [
-    (torch.float32, None, 64, 4 * 64, 4 * 64),
-    (torch.bfloat16, None, 64, 2 * 64, 2 * 64),
-    (torch.float32, "bfloat16", 64, 2 * 64, 2 * 64),
-    (torch.bfloat16, "float8_e4m3fn", 128, 128 + 4, 2 * 128),
-    (torch.bfloat16, "mxfp8", 128, 128 + 4, 2 * 128),
-]
-
-
-@pytest.mark.parametrize(("dtype", "wire", "hidden", "row", "row_back"), WIRES)
-def test_bytes_are_those_of_distinct_pairs(
-    dtype: torch.dtype, wire: str | None, hidden: int, row: int, row_back: int
-) -> None:
-    sent = _sent(dtype, hidden, wire_dtype=wire)
-    for rank, (counts, there, back, grad_back, grad_there) in enumerate(sent):
-        pairs = _pairs_from(rank)
-        arrived = sum(_pairs_to(rank, other) for other in range(SIZE) if other != rank)
+    for rank, (counts, there, back, grad_back, grad_there) in enumerate(on_ranks(body, SIZE)):
+        others = set(range(SIZE)) - {rank}
+        pairs, arrived = sum(_pairs(rank, other) for other in others), sum(_pairs(other, rank) for other in others)
         assert counts == (SIZE - 1) * (1 + EXPERTS // SIZE) * 8
         assert there == pytest.approx(pairs * (row + 6 * SLOTS), rel=0.05)
         assert back == arrived * row_back
-        assert grad_back == pairs * row_back
+        assert grad_back == pairs * row_grad
         assert grad_there == pytest.approx(arrived * (row_back + 4 * SLOTS), rel=0.05)
-
-
-def _pairs_to(rank: int, source: int) -> int:
-    """Rows of ``source`` that come to ``rank``."""
-    ids = _routing(source).topk_ids
-    return int(((ids >= 0) & (ids // (EXPERTS // SIZE) == rank)).any(1).sum())
-
-
-def test_a_row_for_one_rank_alone_goes_nowhere_else() -> None:
-    def body(group: Group) -> list[int]:
-        dispatcher = build_dispatcher(small_config(hidden_size=HIDDEN, **FIELDS), group)
-        ids = torch.arange(4).repeat(ROWS, 2) + 4 * group.rank()  # experts of this rank, each twice
-        with count_collectives() as seen:
-            dispatcher.dispatch(random_rows(ROWS, HIDDEN), Routing(ids, torch.ones(ROWS, SLOTS)))
-        return [call.nbytes for call in seen.calls][1:]
-
-    assert on_ranks(body, SIZE) == [[0]] * SIZE

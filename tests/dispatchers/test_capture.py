@@ -16,7 +16,7 @@ from moe_dispatch.errors import InputError, StateError
 
 HIDDEN, TOKENS = 16, 6
 IDS = torch.arange(2).repeat(TOKENS, 1)
-FINITE = {"capacity_factor": 0.5, "on_overflow": "raise"}
+X, WEIGHTS = torch.ones(TOKENS, HIDDEN), torch.ones(TOKENS, 2)
 
 
 class Replayer:
@@ -51,72 +51,62 @@ def dispatcher_of(**changes: Any) -> Dispatcher:
     return build_dispatcher(DispatcherConfig(**{**fields, "backend": "local", "max_tokens_per_rank": 8, **changes}))
 
 
-def layer(dispatcher: Dispatcher, plan: Plan | None) -> Callable[[Tensor, Tensor], Tensor]:
+def captured(dispatcher: Dispatcher, plan: Plan | None = None, others: tuple[Dispatcher, ...] = ()) -> Captured:
     def run(x: Tensor, weights: Tensor) -> Tensor:
         sent = dispatcher.dispatch(x, Routing(IDS, weights), plan)
         return dispatcher.combine(sent.rows, sent)
 
-    return run
+    return capture(dispatcher, run, torch.zeros_like(X), WEIGHTS, plan=plan, others=others)
 
 
-def captured(dispatcher: Dispatcher, plan: Plan | None = None) -> Captured:
-    return capture(dispatcher, layer(dispatcher, plan), torch.zeros(TOKENS, HIDDEN), torch.ones(TOKENS, 2), plan=plan)
-
-
-def test_replays_with_new_values(replayers: list[Replayer]) -> None:
+def test_replays_with_new_values_and_the_plan_that_was_captured(replayers: list[Replayer]) -> None:
     dispatcher = dispatcher_of()
-    plan = dispatcher.plan(like=torch.empty(TOKENS, HIDDEN))
+    plan, other = dispatcher.plan(like=X), dispatcher.plan(like=X)
     graph = captured(dispatcher, plan)
-    first = graph.replay(torch.ones(TOKENS, HIDDEN), torch.full((TOKENS, 2), 0.5), plan=plan)
+    first = graph.replay(X, WEIGHTS / 2, plan=plan)
     assert first.unique().tolist() == [1.0]
-    second = graph.replay(torch.ones(TOKENS, HIDDEN), torch.full((TOKENS, 2), 2.0))
+    second = graph.replay(X, WEIGHTS * 2)
     assert second is first
     assert first.unique().tolist() == [4.0]
     assert [replayer.runs for replayer in replayers] == [3 + 1 + 2]
-
-
-def test_refuses_another_plan(replayers: list[Replayer]) -> None:
-    dispatcher = dispatcher_of()
-    x, weights = torch.ones(TOKENS, HIDDEN), torch.ones(TOKENS, 2)
-    plan, other = dispatcher.plan(like=x), dispatcher.plan(like=x)
     with pytest.raises(StateError, match=r"Captured.replay: another plan was captured"):
-        captured(dispatcher, plan).replay(x, weights, plan=other)
+        graph.replay(X, WEIGHTS, plan=other)
 
 
+@pytest.mark.usefixtures("replayers")
 @pytest.mark.parametrize(
-    ("fields", "change", "text"),
+    ("change", "text"),
     [
-        ({}, Dispatcher.close, r"Dispatcher: the dispatcher must be open, got a closed one"),
-        (FINITE, Dispatcher.grow, r"a dispatcher has grown since the capture. Capture again"),
+        (Dispatcher.close, r"Dispatcher: the dispatcher must be open, got a closed one"),
+        (Dispatcher.grow, r"a dispatcher has grown since the capture. Capture again"),
     ],
 )
-def test_refuses_after_a_change_of_the_dispatcher(
-    fields: dict[str, Any], change: Callable[[Dispatcher], object], text: str, replayers: list[Replayer]
+@pytest.mark.parametrize("is_other", [False, True])
+def test_refuses_after_a_change_of_a_dispatcher(
+    change: Callable[[Dispatcher], object], text: str, is_other: bool
 ) -> None:
-    dispatcher = dispatcher_of(**fields)
-    graph = captured(dispatcher)
-    change(dispatcher)
+    finite: dict[str, Any] = {"capacity_factor": 0.5, "on_overflow": "raise"}
+    used, other = dispatcher_of(**finite), dispatcher_of(pad_multiple=4, **finite)
+    other.dispatch(X, Routing(IDS, WEIGHTS))  # so that it needs more
+    graph = captured(used, others=(other,))
+    graph.replay(X, WEIGHTS)
+    change(other if is_other else used)
     with pytest.raises(StateError, match=text):
-        graph.replay(torch.ones(TOKENS, HIDDEN), torch.ones(TOKENS, 2))
+        graph.replay(X, WEIGHTS)
 
 
+@pytest.mark.usefixtures("replayers")
 @pytest.mark.parametrize(
     ("field", "way_out"), [({"graph_safe": False}, "Set graph_safe"), ({"debug": True}, "leave debug")]
 )
-def test_refuses_what_waits_for_the_host(field: dict[str, bool], way_out: str, replayers: list[Replayer]) -> None:
+def test_refuses_what_waits_for_the_host(field: dict[str, bool], way_out: str) -> None:
     with pytest.raises(StateError, match=rf"capture: a graph cannot wait for the host.*{way_out}"):
         captured(dispatcher_of(**field))
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        (torch.ones(TOKENS, HIDDEN),),
-        (torch.ones(TOKENS + 1, HIDDEN), torch.ones(TOKENS, 2)),
-        (torch.ones(TOKENS, HIDDEN).double(), torch.ones(TOKENS, 2)),
-    ],
-)
-def test_refuses_other_inputs(inputs: tuple[Tensor, ...], replayers: list[Replayer]) -> None:
+@pytest.mark.usefixtures("replayers")
+@pytest.mark.parametrize("inputs", [(X,), (torch.ones(TOKENS + 1, HIDDEN), WEIGHTS), (X.double(), WEIGHTS)])
+def test_refuses_other_inputs(inputs: tuple[Tensor, ...]) -> None:
     with pytest.raises(InputError, match=r"Captured.replay: inputs must be like those captured, .*, got "):
         captured(dispatcher_of()).replay(*inputs)
 
@@ -124,13 +114,3 @@ def test_refuses_other_inputs(inputs: tuple[Tensor, ...], replayers: list[Replay
 def test_refuses_the_cpu() -> None:
     with pytest.raises(InputError, match=r"capture: inputs must be on a CUDA device, got cpu, cpu"):
         captured(dispatcher_of())
-
-
-def test_watches_every_dispatcher_named(replayers: list[Replayer]) -> None:
-    first, second = dispatcher_of(), dispatcher_of(pad_multiple=4)
-    x, weights = torch.ones(TOKENS, HIDDEN), torch.ones(TOKENS, 2)
-    graph = capture(first, layer(first, None), x, weights, others=[second])
-    graph.replay(x, weights)
-    second.close()
-    with pytest.raises(StateError, match=r"Dispatcher: the dispatcher must be open, got a closed one"):
-        graph.replay(x, weights)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe_dispatch import THD, Dispatched, Dispatcher, Masked, Routing, Rows, build_dispatcher
 from moe_dispatch.dispatchers import SlotWeights, agreement, run_in_chunks
-from moe_dispatch.errors import ConfigError, InputError, LostPeerError, PeerError, StateError
+from moe_dispatch.errors import InputError, LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
 from tests.dispatchers.layer import (
     Group,
@@ -26,15 +26,14 @@ from tests.dispatchers.layer import (
     raises_everywhere,
     random_routing,
     random_rows,
+    refused,
     small_config,
 )
 
-ROWS = (0, 1, 1000, 17)
-HIDDEN = 512  # wide enough for every emulated library
-CHUNK = 16
-CHUNKS = 63  # ceil(1000 / 16)
-LARGE_CHUNK, LARGE_CHUNKS = 150, 7
-DEEPEP: dict[str, Any] = {"wire_dtype": "bfloat16", "hidden_size": HIDDEN}
+ROWS = (0, 1, 200, 17)
+MANY_ROWS = (0, 1, 400, 17)  # so many that what is not of a chunk does not count
+HIDDEN = 512
+CHUNK, CHUNKS = 16, 13  # ceil(200 / 16)
 Experts = Callable[[Dispatched], Tensor]
 
 
@@ -78,43 +77,28 @@ def compare(whole: list[dict[str, Any]], parts: list[dict[str, Any]], *, bits: b
     assert all(part["calls"] == parts[0]["calls"] for part in parts)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(
-    ("backend", "fields"),
+    ("backend", "fields", "recompute"),
     [
-        ("alltoall", {}),
-        ({"name": "alltoall", "reduction": "exact"}, {}),
-        ({"name": "alltoall", "levels": 2, "ranks_per_node": 2}, {}),
-        ("alltoall", {"graph_safe": True, "max_tokens_per_rank": 1000}),
-        ("alltoall", {"pad_multiple": 16}),
-        ("allgather", {}),
-        ("allgather", {"row_counts": "static", "max_tokens_per_rank": 1001}),
+        ("alltoall", {}, False),
+        ("alltoall", {}, True),
+        ({"name": "alltoall", "reduction": "exact"}, {}, True),
+        ({"name": "alltoall", "levels": 2, "ranks_per_node": 2}, {}, False),
+        ("alltoall", {"graph_safe": True, "max_tokens_per_rank": 200}, True),
+        ("alltoall", {"pad_multiple": 16}, False),
+        ("allgather", {}, False),
+        ("allgather", {"row_counts": "static", "max_tokens_per_rank": 201}, True),
     ],
     ids=str,
 )
 def test_chunks_have_the_bits_of_one_dispatch(backend: Any, fields: dict[str, Any], recompute: bool) -> None:
-    chunk, chunks = (LARGE_CHUNK, LARGE_CHUNKS) if fields or backend != "alltoall" else (CHUNK, CHUNKS)
     whole = on_ranks(lambda group: step(group, backend, **fields), 4)
-    parts = on_ranks(lambda group: step(group, backend, chunk_tokens=chunk, chunk_recompute=recompute, **fields), 4)
+    parts = on_ranks(lambda group: step(group, backend, chunk_tokens=CHUNK, chunk_recompute=recompute, **fields), 4)
     compare(whole, parts, bits=backend != "allgather")  # a reduce-scatter adds in an order of its own
     calls, times = parts[0]["calls"], 2 if recompute else 1
-    assert calls["dispatch"] == calls["combine"] == times * chunks
-    assert calls["combine.backward"] == chunks
+    assert calls["dispatch"] == calls["combine"] == times * CHUNKS
+    assert calls["combine.backward"] == CHUNKS
     assert calls.get("sizes", 0) == (0 if "max_tokens_per_rank" in fields else 1)
-
-
-@pytest.mark.parametrize(
-    "backend",
-    [
-        {"name": "deepep", "emulate": "v1.2.1"},
-        {"name": "deepep", "emulate": "v2.5.0"},
-        {"name": "hybridep", "emulate": "hybridep-746"},
-    ],
-    ids=str,
-)
-def test_emulated_libraries_run_in_chunks(backend: Any) -> None:
-    whole = on_ranks(lambda group: step(group, backend, **DEEPEP), 4)
-    compare(whole, on_ranks(lambda group: step(group, backend, chunk_tokens=LARGE_CHUNK, **DEEPEP), 4))
 
 
 def layouts(rank: int) -> list[Layout]:
@@ -127,17 +111,19 @@ def layouts(rank: int) -> list[Layout]:
     return [Masked(valid), packed]
 
 
-@pytest.mark.parametrize("fields", [{}, {"graph_safe": True, "max_tokens_per_rank": 200}], ids=["eager", "graph_safe"])
 @pytest.mark.parametrize("kind", [0, 1], ids=["mask", "thd_with_gaps"])
-def test_padding_takes_no_chunk(kind: int, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("graph_safe", [False, True], ids=["eager", "graph_safe"])
+def test_padding_takes_no_chunk(kind: int, graph_safe: bool) -> None:
+    fields = {"graph_safe": True, "max_tokens_per_rank": 200} if graph_safe else {}
+    recompute = graph_safe == (kind == 0)
+
     def run(**more: Any) -> list[dict[str, Any]]:
         return on_ranks(lambda group: step(group, "alltoall", layouts(group.rank())[kind], **fields, **more), 4)
 
-    whole, parts = run(), run(chunk_tokens=CHUNK)
+    whole, parts = run(), run(chunk_tokens=CHUNK, chunk_recompute=recompute)
     compare(whole, parts)
-    compare(whole, run(chunk_tokens=CHUNK, chunk_recompute=True))
     # 40 real rows; with graph_safe rows are masked, not cut, so the number of chunks is that of 200.
-    assert parts[0]["calls"]["dispatch"] == (13 if fields else 3)
+    assert parts[0]["calls"]["combine.backward"] == (13 if graph_safe else 3)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
@@ -219,7 +205,7 @@ class Memory(TorchDispatchMode):
 def test_memory_is_that_of_a_chunk_beside_the_output_and_the_gradient_of_x(recompute: bool) -> None:
     """All rows go to rank 2, which gets as many of a chunk as a rank can, ``N * P * min(K, L)``, and sends most."""
 
-    def body(group: Group, rows: tuple[int, ...] = ROWS) -> tuple[int, int]:
+    def body(group: Group, rows: tuple[int, ...] = MANY_ROWS) -> tuple[int, int]:
         config = small_config(chunk_tokens=CHUNK, chunk_recompute=recompute, hidden_size=HIDDEN)
         dispatcher, count = build_dispatcher(config, group), rows[group.rank()]
         x, upstream = random_rows(count, HIDDEN).requires_grad_(recompute), random_rows(count, HIDDEN)
@@ -232,7 +218,7 @@ def test_memory_is_that_of_a_chunk_beside_the_output_and_the_gradient_of_x(recom
         return forward, memory.most
 
     one, (forward, whole) = on_ranks(lambda group: body(group, (CHUNK,) * 4), 4)[2], on_ranks(body, 4)[2]
-    size = 1.1 * ROWS[2] * HIDDEN * 4  # of y or the gradient of x, and of tables of integers
+    size = 1.1 * MANY_ROWS[2] * HIDDEN * 4  # of y or the gradient of x, and of tables of integers
     assert size < forward < size + (1 if recompute else 2) * one[0]
     assert whole < 2 * size + one[1]
 
@@ -264,13 +250,16 @@ class Layer(Dispatcher):
         return sent.rows
 
 
-def test_a_called_dispatcher_runs_in_chunks_and_tests_itself() -> None:
+@pytest.mark.parametrize(("backend", "policy"), [("allgather", "agree"), ("alltoall", "assume")])
+def test_a_called_dispatcher_runs_in_chunks_and_tests_itself(backend: str, policy: str) -> None:
+    """Without an agreement on their number, the ranks must have equal numbers of rows."""
+
     def body(group: Group) -> None:
-        layer = Layer(small_config("allgather", chunk_tokens=4), group)
+        layer = Layer(small_config(backend, chunk_tokens=4, row_counts=policy), group)
         x, routing = random_rows(9).view(3, 3, -1), random_routing(9)
-        y = layer(x, routing)
-        torch.testing.assert_close(y, x * routing.topk_weights.sum(1).view(3, 3, 1))
-        assert layer.metrics().dispatches == 3
+        torch.testing.assert_close(layer(x, routing), x * routing.topk_weights.sum(1).view(3, 3, 1))
+        metrics = layer.metrics()
+        assert (metrics.dispatches, metrics.collectives.get("sizes", 0)) == (3, int(policy == "agree"))
         layer.self_test()
 
     on_ranks(body, 2)
@@ -282,7 +271,7 @@ def test_a_number_of_chunks_from_the_rows_of_each_rank_would_not_pass(monkeypatc
 
     def body(group: Group) -> None:
         count = (17, 0)[group.rank()]
-        layer = Layer(small_config(chunk_tokens=4, chunk_recompute=True, watchdog=1), group)
+        layer = Layer(small_config(chunk_tokens=4, chunk_recompute=True, watchdog=0.3), group)
         layer(random_rows(count), random_routing(count))
 
     assert any(isinstance(result, LostPeerError) for result in outcomes(body, 2))
@@ -292,22 +281,30 @@ def test_more_rows_than_a_chunk_in_one_dispatch_are_refused_on_all_ranks() -> No
     def body(group: Group) -> None:
         dispatcher = build_dispatcher(small_config(chunk_tokens=4), group)
         identity_round(dispatcher)
-        x, routing = random_rows(5 * group.rank()), random_routing(5 * group.rank())
-        dispatcher.dispatch(x, routing)
+        dispatcher.dispatch(random_rows(5 * group.rank()), random_routing(5 * group.rank()))
 
     told = "a rank must pass at most chunk_tokens (4) rows, got more on some rank: they take 2 dispatches"
-    raises_everywhere(outcomes(body, 2), InputError, told)
+    refused(body, 2, InputError, told)
 
 
 @pytest.mark.parametrize("backend", ["alltoall", "allgather"])
 @pytest.mark.parametrize("planned", [False, True], ids=["unplanned", "planned"])
 def test_a_refused_call_is_told_to_the_peers(backend: str, planned: bool) -> None:
+    """Also an invalid id in a later chunk, but not one of a row without a token."""
+
     def body(group: Group) -> None:
-        layer = Layer(small_config(backend, chunk_tokens=4, debug=planned), group)
+        layer, rank = Layer(small_config(backend, chunk_tokens=4, debug=planned), group), group.rank()
         x = random_rows(9)
         plan = layer.plan(Rows(), like=x) if planned else None
-        with pytest.raises(PeerError if group.rank() else InputError, match="x has 9 tokens but routing has 8"):
-            layer(x, random_routing(9 if group.rank() else 8), plan)
+        with pytest.raises(PeerError if rank else InputError, match="x has 9 tokens but routing has 8"):
+            layer(x, random_routing(9 if rank else 8), plan)
+        identity_round(layer)
+        routing = random_routing(9)
+        routing.topk_ids[6, 0] = 99 if rank else 0
+        layer(x, routing, Masked(torch.arange(9) != 6))
+        if not planned:
+            with pytest.raises(InputError if rank else PeerError, match=r"topk_ids must lie in -1\.\.7, got 0\.\.99"):
+                layer(x, routing)
         identity_round(layer)
 
     on_ranks(body, 2)
@@ -323,11 +320,6 @@ def test_operators_are_refused() -> None:
         torch.compile(layer, backend="eager")(x, routing)
 
 
-def test_recomputation_needs_chunks() -> None:
-    with pytest.raises(ConfigError, match="chunk_recompute needs chunk_tokens"):
-        small_config(chunk_recompute=True)
-
-
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_too_many_rows_without_an_agreement_are_told_to_the_peers(recompute: bool) -> None:
     def body(group: Group) -> None:
@@ -339,42 +331,6 @@ def test_too_many_rows_without_an_agreement_are_told_to_the_peers(recompute: boo
     peer, own = outcomes(body, 2)
     raises_everywhere([own], InputError, "at most max_tokens_per_rank (8) rows per rank, got 9")
     raises_everywhere([peer], PeerError, "at most max_tokens_per_rank (8) rows per rank, got 9")
-
-
-@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
-def test_an_invalid_id_in_a_later_chunk_is_told_to_the_peers(backend: str) -> None:
-    def body(group: Group) -> None:
-        layer = Layer(small_config(backend, chunk_tokens=4), group)
-        routing = random_routing(8)
-        if group.rank():
-            routing.topk_ids[6, 0] = 99
-        with pytest.raises(
-            InputError if group.rank() else PeerError, match=r"topk_ids must lie in -1\.\.7, got 0\.\.99"
-        ):
-            layer(random_rows(8), routing)
-        identity_round(layer)
-
-    on_ranks(body, 2)
-
-
-def test_an_invalid_id_of_a_padding_row_is_ignored() -> None:
-    def body(group: Group) -> None:
-        layer = Layer(small_config("allgather", chunk_tokens=4), group)
-        x, routing = random_rows(8), random_routing(8)
-        routing.topk_ids[6, 0] = 99
-        layer(x, routing, Masked(torch.arange(8) < 6))
-
-    on_ranks(body, 2)
-
-
-def test_assumed_counts_run_in_chunks_if_they_are_equal() -> None:
-    def body(group: Group) -> None:
-        layer = Layer(small_config(chunk_tokens=4, row_counts="assume"), group)
-        x, routing = random_rows(9), random_routing(9)
-        torch.testing.assert_close(layer(x, routing), x * routing.topk_weights.sum(1, keepdim=True))
-        assert (layer.metrics().dispatches, layer.metrics().collectives.get("sizes", 0)) == (3, 0)
-
-    on_ranks(body, 2)
 
 
 def test_a_finite_capacity_is_that_of_a_chunk() -> None:

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from moe_dispatch import Dispatched, Routing, build_dispatcher
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch_testing import refuse_host_syncs, trace_static
-from moe_dispatch_testing.rank_context import poison, poison_gradient
+from moe_dispatch_testing.rank_context import padding_rows, poison, poison_gradient
 from tests.dispatchers.layer import NUM_EXPERTS, Group, local_part, on_ranks, random_routing, random_rows, small_config
 
-# Rows that start at a multiple of 16 bytes, and some that do not; hidden and inner size.
-WIDTHS = [(16, 32), (5, 7)]
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 MODES: dict[str, dict[str, Any]] = {
     "eager": {},
@@ -42,9 +40,7 @@ def by_grouped_mm(sent: Dispatched, up_LDH: Tensor, down_LHD: Tensor) -> Tensor:
 
 def with_nan_in_padding(sent: Dispatched, up_LDH: Tensor, down_LHD: Tensor) -> Tensor:
     """The same with NaN in padding, and behind the last expert, wherever something is read, in both directions."""
-    ends_L = sent.offs - sent.tokens_per_expert + sent.real_tokens_per_expert
-    expert_R = torch.searchsorted(sent.offs, torch.arange(len(sent.rows)), right=True)
-    unused_R = torch.arange(len(sent.rows)) >= F.pad(ends_L, (0, 1))[expert_R]
+    unused_R = padding_rows(sent)
     rows = poison(poison_gradient(sent.rows, unused_R), unused_R)
     inner = torch.tanh(sent.grouped_mm(rows, up_LDH))
     out = sent.grouped_mm(poison(poison_gradient(inner, unused_R), unused_R), down_LHD)
@@ -60,12 +56,9 @@ def by_per_expert(sent: Dispatched, up_LDH: Tensor, down_LHD: Tensor) -> Tensor:
 
 def by_hand(x: Tensor, routing: Routing, up_EDH: Tensor, down_EHD: Tensor) -> Tensor:
     """Every expert on every row, in float64."""
-    y = torch.zeros_like(x)
-    for slot in range(routing.topk_ids.shape[1]):
-        for index in range(NUM_EXPERTS):
-            weight_T = routing.topk_weights[:, slot] * (routing.topk_ids[:, slot] == index)
-            y = y + weight_T.unsqueeze(1) * (torch.tanh(x @ up_EDH[index]) @ down_EHD[index])
-    return y
+    is_named_TKE = routing.topk_ids.unsqueeze(-1) == torch.arange(NUM_EXPERTS)
+    weights_TE = (routing.topk_weights.double().unsqueeze(-1) * is_named_TKE).sum(1)
+    return torch.einsum("te,etd->td", weights_TE, torch.tanh(x @ up_EDH) @ down_EHD)
 
 
 def routed(kind: str) -> Routing:
@@ -74,10 +67,10 @@ def routed(kind: str) -> Routing:
     return Routing(routing.topk_ids.masked_fill(routing.topk_ids > highest, -1), routing.topk_weights)
 
 
-def errors(
+def check(
     group: Group, helper: Callable[..., Tensor], kind: str, sizes: tuple[int, int], dtype: torch.dtype, mode: str
-) -> list[float]:
-    """By how much y and the gradients of x and of both matrices differ from those computed by hand."""
+) -> None:
+    """Compare y and the gradients of x and of both matrices with those computed by hand."""
     routing, matrices = routed(kind), random_matrices(*sizes, dtype)
     x = random_rows(len(routing.topk_ids), sizes[0], dtype=dtype).requires_grad_()
     held = [local_part(whole, group) for whole in matrices]
@@ -92,94 +85,73 @@ def errors(
     wanted = [wanted_y.detach(), exact[0].grad]
     # Every rank sends the same tokens, so that experts get the gradient of each rank once more.
     wanted += [ranks * local_part(leaf.grad, group).detach() for leaf in exact[1:] if leaf.grad is not None]
-    got = [y.detach(), x.grad, *(leaf.grad for leaf in held)]
-    return [_relative(one, other) for one, other in zip(got, wanted, strict=True)]
+    for found, of in zip([y.detach(), x.grad, *(leaf.grad for leaf in held)], wanted, strict=True):
+        assert found is not None
+        assert of is not None
+        largest = float(of.abs().max()) if of.numel() else 0.0
+        torch.testing.assert_close(found.double(), of, rtol=0, atol=TOLERANCES[dtype] * max(largest, 1e-3))
 
 
-def _relative(got: Tensor | None, wanted: Tensor | None) -> float:
-    assert got is not None
-    assert wanted is not None
-    if not wanted.numel():
-        return float(got.shape != wanted.shape)
-    assert not got.isnan().any()  # max() of a list passes over NaN
-    return float((got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3))
-
-
+WIDE, ODD = (16, 32), (5, 7)  # hidden and inner size: rows that start at a multiple of 16 bytes, and some that do not
 # Where rows go does not depend on their dtype: each load in float64, and each dtype with one load.
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sizes", WIDTHS, ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "kind"),
-    [*((torch.float64, kind) for kind in LOADS), *((dtype, "all experts") for dtype in [*TOLERANCES][1:])],
-    ids=str,
-)
-def test_grouped_mm_equals_a_loop(dtype: torch.dtype, sizes: tuple[int, int], kind: str, mode: str) -> None:
+CASES: list[tuple[torch.dtype, str, tuple[int, int], str]] = [
+    *((torch.float64, "all experts", ODD, mode) for mode in MODES),
+    *((torch.float64, kind, WIDE, "graph-safe, padded") for kind in LOADS),
+    *((torch.float64, kind, ODD, "eager") for kind in ("some experts", "nowhere", "no tokens")),
+    *((dtype, "all experts", WIDE, mode) for dtype in [*TOLERANCES][1:] for mode in MODES),
+    *((dtype, "all experts", ODD, "padded") for dtype in [*TOLERANCES][1:]),
+]
+
+
+@pytest.mark.parametrize(("dtype", "kind", "sizes", "mode"), CASES)
+def test_grouped_mm_equals_a_loop(dtype: torch.dtype, kind: str, sizes: tuple[int, int], mode: str) -> None:
     helper = by_grouped_mm if mode == "eager" else with_nan_in_padding
-    assert max(errors(None, helper, kind, sizes, dtype, mode)) <= TOLERANCES[dtype]
+    check(None, helper, kind, sizes, dtype, mode)
 
 
-@pytest.mark.parametrize("mode", ["eager", "padded"])
-@pytest.mark.parametrize("kind", LOADS)
+@pytest.mark.parametrize(("kind", "mode"), [*((kind, "padded") for kind in LOADS), ("some experts", "eager")])
 def test_per_expert_equals_a_loop(kind: str, mode: str) -> None:
-    assert max(errors(None, by_per_expert, kind, (5, 7), torch.float64, mode)) <= 1e-12
+    check(None, by_per_expert, kind, ODD, torch.float64, mode)
 
 
 @pytest.mark.parametrize("helper", [by_grouped_mm, by_per_expert])
 @pytest.mark.parametrize("kind", LOADS)
 def test_both_on_ranks_of_which_some_have_no_rows(kind: str, helper: Callable[..., Tensor]) -> None:
-    for found in on_ranks(lambda group: errors(group, helper, kind, (16, 8), torch.float32, "eager"), 4):
-        assert max(found) <= 1e-5
+    on_ranks(lambda group: check(group, helper, kind, (16, 8), torch.float32, "eager"), 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_grouped_mm_reads_nothing_on_the_host_in_graph_safe_mode(dtype: torch.dtype) -> None:
-    up, down = random_matrices(16, 8, dtype)
-    dispatcher = build_dispatcher(small_config("local", **MODES["graph-safe, padded"]))
-    x, routing = random_rows(9, dtype=dtype).requires_grad_(), routed("all experts")
-    with refuse_host_syncs():
-        sent = dispatcher.dispatch(x, routing)
-        dispatcher.combine(by_grouped_mm(sent, up.requires_grad_(), down), sent).square().sum().backward()
-    assert up.grad is not None
-    assert up.grad.any()
-
-
-def test_grouped_mm_has_no_shape_that_depends_on_values() -> None:
+def test_grouped_mm_reads_nothing_on_the_host_in_graph_safe_mode() -> None:
+    """Nor does a shape depend on values."""
     dispatcher = build_dispatcher(small_config("local", permutation="torch", **MODES["graph-safe, padded"]))
+    routing = routed("all experts")
 
     def layer(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
         sent = dispatcher.dispatch(x, Routing(ids, weights))
         return dispatcher.combine(by_grouped_mm(sent, up, down), sent)
 
-    routing = routed("all experts")
-    x = random_rows(9, dtype=torch.bfloat16).requires_grad_()
-    matrices = random_matrices(16, 8, torch.bfloat16)
-    assert trace_static(layer, x, routing.topk_ids, routing.topk_weights, *matrices, device="meta").shape == (9, 16)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        up, down = random_matrices(16, 8, dtype)
+        x = random_rows(9, dtype=dtype).requires_grad_()
+        with refuse_host_syncs():
+            layer(x, routing.topk_ids, routing.topk_weights, up.requires_grad_(), down).square().sum().backward()
+        assert up.grad is not None
+        assert up.grad.any()
+    given = (x, routing.topk_ids, routing.topk_weights, *random_matrices(16, 8, torch.bfloat16))
+    assert trace_static(layer, *given, device="meta").shape == (9, 16)
 
 
-def sent_in(mode: str = "eager", dtype: torch.dtype = torch.float32) -> Dispatched:
-    return build_dispatcher(small_config("local", **MODES[mode])).dispatch(
-        random_rows(9, dtype=dtype), routed("all experts")
-    )
+def sent_in(mode: str = "eager") -> Dispatched:
+    return build_dispatcher(small_config("local", **MODES[mode])).dispatch(random_rows(9), routed("all experts"))
 
 
-@pytest.mark.parametrize("inner", [8, 7])
-def test_a_plain_sum_may_follow(inner: int) -> None:
-    """Its gradient is expanded, which torch's operator refuses."""
-    sent = sent_in()
+@pytest.mark.parametrize(("rows", "inner"), [(9, 8), (9, 7), (0, 8)])
+def test_a_plain_sum_may_follow(rows: int, inner: int) -> None:
+    """Its gradient is expanded, which torch's operator refuses, also if it is empty and counts as contiguous."""
+    sent = build_dispatcher(small_config("local")).dispatch(random_rows(rows), random_routing(rows))
     matrices = torch.ones(NUM_EXPERTS, 16, inner, requires_grad=True)
     sent.grouped_mm(sent.rows, matrices).sum().backward()
     assert matrices.grad is not None
     torch.testing.assert_close(matrices.grad.sum(0)[:, 0], sent.rows.sum(0))
-
-
-def test_a_plain_sum_may_follow_without_rows() -> None:
-    """An empty gradient that is expanded counts as contiguous, and torch's operator refuses it all the same."""
-    dispatcher = build_dispatcher(small_config("local"))
-    sent = dispatcher.dispatch(random_rows(0), Routing(torch.zeros(0, 2).long(), torch.zeros(0, 2)))
-    matrices = torch.ones(NUM_EXPERTS, 16, 8, requires_grad=True)
-    sent.grouped_mm(sent.rows, matrices).sum().backward()
-    assert matrices.grad is not None
-    assert not matrices.grad.any()
 
 
 def test_matrices_and_rows_that_are_views() -> None:
@@ -205,43 +177,32 @@ def _any(value: object) -> Any:
     return value
 
 
-WRONG: dict[str, tuple[Callable[[Dispatched], Any], str]] = {
-    "matrices of all experts": (
+ONES = torch.ones(8, 16, 8)
+WRONG: list[tuple[Callable[[Dispatched], Any], str]] = [
+    (
         lambda sent: sent.grouped_mm(sent.rows, torch.ones(9, 16, 8)),
         r"rows must be floating \(R=18, D\) and weights \(L=8, D, H\) .*\(9, 16, 8\)\. Pass the matrices",
     ),
-    "transposed": (
-        lambda sent: sent.grouped_mm(sent.rows, torch.ones(8, 4, 16)),
-        r"\(8, 4, 16\)\. nn\.Linear .*transpose",
+    (lambda sent: sent.grouped_mm(sent.rows, ONES.mT), r"\(8, 8, 16\)\. nn\.Linear .*transpose"),
+    (lambda sent: sent.grouped_mm(sent.rows, _any(nn.Linear(16, 8))), "weights must be a Tensor, got Linear"),
+    (lambda sent: sent.per_expert(_any(nn.Linear(16, 8))), "one function for each of 8 experts, .* got one L"),
+    (lambda sent: sent.per_expert(_any([lambda rows: None] * 8)), "must return tensors, got NoneType"),
+    (lambda sent: sent.grouped_mm(sent.rows, ONES[0]), r"got torch\.float32 \(18, 16\) and"),
+    (lambda sent: sent.grouped_mm(torch.ones(9, 16), ONES), r"\(R=18, D\).*\(9, 16\)"),
+    (
+        lambda sent: sent.grouped_mm(sent.rows, ONES.bfloat16()),
+        r"same dtype, got torch\.float32 .* and torch\.bfloat16",
     ),
-    "module": (
-        lambda sent: sent.grouped_mm(sent.rows, _any(nn.Linear(16, 8))),
-        "weights must be a Tensor, got Linear",
-    ),
-    "one function": (
-        lambda sent: sent.per_expert(_any(nn.Linear(16, 8))),
-        "one function for each of 8 experts, .* got one L",
-    ),
-    "no result": (lambda sent: sent.per_expert(_any([lambda rows: None] * 8)), "must return tensors, got NoneType"),
-    "one matrix": (lambda sent: sent.grouped_mm(sent.rows, torch.ones(16, 8)), r"got torch\.float32 \(18, 16\) and"),
-    "other rows": (lambda sent: sent.grouped_mm(torch.ones(9, 16), torch.ones(8, 16, 8)), r"\(R=18, D\).*\(9, 16\)"),
-    "dtypes": (
-        lambda sent: sent.grouped_mm(sent.rows, torch.ones(8, 16, 8, dtype=torch.bfloat16)),
-        r"in the same dtype, got torch\.float32 .* and torch\.bfloat16",
-    ),
-    "functions": (lambda sent: sent.per_expert(nn.ModuleList([nn.Identity()])), r"Dispatched\.per_expert: got 1"),
-}
+    (lambda sent: sent.per_expert(nn.ModuleList([nn.Identity()])), r"Dispatched\.per_expert: got 1"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_refused(name: str) -> None:
-    call, text = WRONG[name]
+@pytest.mark.parametrize(("call", "text"), WRONG)
+def test_what_does_not_fit_is_refused(call: Callable[[Dispatched], Any], text: str) -> None:
     with pytest.raises(InputError, match=text):
         call(sent_in())
 
 
 def test_per_expert_is_refused_in_graph_safe_mode() -> None:
-    with pytest.raises(
-        StateError, match=r"per_expert: with graph_safe only the device has the counts\. Use grouped_mm"
-    ):
+    with pytest.raises(StateError, match=r"per_expert: with graph_safe only the device has.*Use grouped_mm"):
         sent_in("graph-safe").per_expert([nn.Identity()] * NUM_EXPERTS)

@@ -13,70 +13,57 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe_dispatch import Rows, build_dispatcher
 from moe_dispatch.communication import control_device, device_of
-from moe_dispatch.dispatchers import channel
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing import count_collectives, run_processes
 from moe_dispatch_testing.ranks import thread_group
-from tests.dispatchers.layer import Group, identity_round, on_ranks, random_routing, random_rows, small_config
-
-
-def _ranks_of(dispatcher: Any) -> tuple[int, int]:
-    communicator = dispatcher._channel.communicator
-    return communicator.rank, communicator.size
+from tests.dispatchers.layer import (
+    NUM_EXPERTS,
+    Group,
+    identity_round,
+    on_ranks,
+    random_routing,
+    random_rows,
+    small_config,
+)
 
 
 def _on_mesh(rank: int) -> dict[str, Any]:
     torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import a compiler for it
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    found: dict[str, Any] = {}
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_dispatch").addHandler(handler)
     groups: dict[str, DeviceMesh | dist.ProcessGroup | None] = {
         "part": mesh["ep"],
         "whole": DeviceMesh("cpu", list(range(4))),
         "group": dist.new_group([0, 1] if rank < 2 else [2, 3], use_local_synchronization=True),
         "world": dist.group.WORLD,
+        "forgotten": None,
+        "forgotten again": None,
     }
+    control, alone = dist.new_group(list(range(4))), dist.new_group([0])
+    sizes = {}
     for name, group in groups.items():
         dispatcher = build_dispatcher(small_config(), group)
         dispatcher.self_test()
         identity_round(dispatcher, rows=rank, seed=rank)
-        found[name] = _ranks_of(dispatcher)
-    try:
+        sizes[name] = NUM_EXPERTS // len(dispatcher.metrics().real_tokens_per_expert)
+    identity_round(build_dispatcher(small_config("allgather"), dist.group.WORLD, control_group=control), rows=rank)
+    with pytest.raises(ConfigError, match=r'pass one dimension of a DeviceMesh.*mesh\["ep"\]'):
         build_dispatcher(small_config(), mesh)
-    except ConfigError as error:
-        found["two dimensions"] = str(error)
-    control = dist.new_group(list(range(4)))
-    dispatcher = build_dispatcher(small_config("allgather"), dist.group.WORLD, control_group=control)
-    identity_round(dispatcher, rows=rank, seed=rank)
-    found["control"] = _ranks_of(dispatcher)
-    return found
+    outside: list[dict[str, Any]] = [{"group": alone}, {"group": None, "control_group": alone}]
+    for fields in outside if rank else ():
+        with pytest.raises(ConfigError, match="group must be a process group that this rank is in, got int"):
+            build_dispatcher(small_config(), **fields)
+    return {"sizes": sizes, "told": told}
 
 
 def test_meshes_and_groups_of_processes() -> None:
-    for rank, found in enumerate(run_processes(_on_mesh, 4)):
-        assert found["part"] == found["group"] == (rank % 2, 2)
-        assert found["whole"] == found["world"] == found["control"] == (rank, 4)
-        assert "pass one dimension of a DeviceMesh" in found["two dimensions"]
-        assert 'mesh["ep"]' in found["two dimensions"]
-
-
-def _outside_and_forgotten(rank: int) -> list[str]:
-    told: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("moe_dispatch").addHandler(handler)
-    group = dist.new_group([0])
-    for forgotten in ("local", "alltoall", "allgather"):
-        identity_round(build_dispatcher(small_config(forgotten)))
-    if rank == 1:
-        for groups in ((group, None), (None, group)):
-            with pytest.raises(ConfigError, match="group must be a process group that this rank is in, got int"):
-                build_dispatcher(small_config(), groups[0], control_group=groups[1])
-    return told
-
-
-def test_a_group_that_was_forgotten_is_told_once_and_one_of_other_ranks_is_refused() -> None:
-    for told in run_processes(_outside_and_forgotten, 2):
-        (warning,) = told
+    """A group that was forgotten is told once, and one of other ranks is refused."""
+    for found in run_processes(_on_mesh, 4):
+        assert [*found["sizes"].values()] == [2, 4, 2, 4, 1, 1]
+        (warning,) = found["told"]
         assert "built without a group in a job of several ranks" in warning
         assert "pass group=" in warning
 
@@ -88,7 +75,6 @@ def test_a_job_of_torchrun_without_init_process_group_is_told(
     assert dist.group.WORLD is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    channel._warn_of_one_rank.cache_clear()
     build_dispatcher(small_config("alltoall"), dist.group.WORLD)
     assert "in a job of several ranks, so each rank works alone. Call init_process_group first" in caplog.text
 
@@ -101,32 +87,27 @@ def test_sizes_are_settled_on_the_control_group_alone(policy: str) -> None:
         control = thread_group(store, group.rank(), 2)
         config = small_config("allgather", row_counts=policy, debug=True)
         dispatcher = build_dispatcher(config, group, control_group=control)
-        assert dispatcher._channel.control.group is control
-        before = group_calls(dispatcher)
-        with count_collectives() as seen:
+        with count_collectives(control) as by_control, count_collectives(group) as by_group:
             plan = dispatcher.plan(Rows(), like=random_rows(4))
             dispatcher.dispatch(random_rows(4), random_routing(4), plan)
-        return len(seen.calls), group_calls(dispatcher) - before, dict(dispatcher.metrics().collectives)
+        return len(by_control.calls), len(by_group.calls), dispatcher.metrics().collectives
 
-    def group_calls(dispatcher: Any) -> int:
-        return int(sum(dispatcher._channel.communicator.calls.values()))
-
-    for in_all, on_group, metrics in on_ranks(body, 2):
-        assert (in_all, on_group) == (3, 1)  # sizes and debug marks go by the control group, rows by the group
+    for control, on_group, metrics in on_ranks(body, 2):
+        assert (control, on_group) == (2, 1)  # sizes and debug marks go by the control group, rows by the group
         assert metrics["sizes"] == metrics["debug"] == metrics["dispatch"] == 1
 
 
 def test_a_control_group_makes_another_channel() -> None:
     stores = [HashStore(), HashStore()]
 
-    def body(group: Group) -> int:
+    def body(group: Group) -> None:
         controls = [None, *(thread_group(store, group.rank(), 2) for store in stores)]
         built = [build_dispatcher(small_config(), group, control_group=control) for control in controls]
         for dispatcher in built:
             identity_round(dispatcher)
-        return len({dispatcher._channel.name for dispatcher in built})
+        assert [dispatcher.metrics().dispatches for dispatcher in built] == [1, 1, 1]  # counters are the channel's
 
-    assert on_ranks(body, 2) == [3, 3]
+    on_ranks(body, 2)
 
 
 def test_a_group_of_nccl_exchanges_on_the_device_that_it_is_bound_to() -> None:

@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from moe_dispatch import Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
+from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
 from moe_dispatch.errors import InputError, LostPeerError, PeerError
 from moe_dispatch_testing import refuse_host_syncs
 from moe_dispatch_testing.ranks import thread_group
-from tests.dispatchers.layer import Group, by_operators, on_ranks, outcomes, outcomes_on, raises_everywhere
+from tests.dispatchers.layer import Group, by_operators, caught, on_ranks, outcomes, raises_everywhere
 
 NUM_EXPERTS, ROWS, HIDDEN = 8, 5, 256
 V2 = {"name": "deepep", "emulate": "v2-2.1.0"}
 BACKENDS: dict[str, tuple[Any, int]] = {
     "local": ("local", 1),
-    "alltoall alone": ("alltoall", 1),
     "alltoall": ("alltoall", 2),
     "alltoall, one expert a rank": ("alltoall", NUM_EXPERTS),
     "alltoall exact": ({"name": "alltoall", "reduction": "exact"}, 2),
@@ -34,6 +33,7 @@ BACKENDS: dict[str, tuple[Any, int]] = {
 # They hear of it before rows travel: by the counts, or by the agreement on sizes of a call without a plan.
 TELL_PEERS = ("alltoall", "allgather", "deepep v2", "hybridep")
 GRAPH_SAFE = [name for name in BACKENDS if "exact" not in name and "levels" not in name]
+SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": ROWS}
 # 65537 is 1 in 16 bits, and 2**32 + 1 is 1 in 32.
 INVALID = [NUM_EXPERTS, -2, 65537, 2**32 + 1, -(2**63)]
 
@@ -72,18 +72,16 @@ def test_it_raises_in_its_dispatch(name: str) -> None:
     def body(group: Group) -> list[Any]:
         dispatcher, found = build_dispatcher(config(name), group), list[Any]()
         with torch.no_grad():
+            right = layer(dispatcher, routing())
             for invalid, async_op in calls:
                 way = routing(invalid if is_last(group) else None)
-                try:
-                    found.append(dispatcher.dispatch(rows(), way, async_op=async_op).wait().real_tokens_per_expert)
-                except Exception as error:
-                    found.append(error)
+                found.append(caught(lambda: dispatcher.dispatch(rows(), way, async_op=async_op).wait()))  # noqa: B023
                 # The group is in step: every rank has left the dispatch.
-                assert torch.equal(layer(dispatcher, routing()), layer(dispatcher, routing()))
+                assert torch.equal(layer(dispatcher, routing()), right)
         return found
 
     ids = routing().topk_ids
-    for (invalid, _), (*peers, wrong) in zip(calls, zip(*outcomes_on(body, size), strict=True), strict=True):
+    for (invalid, _), (*peers, wrong) in zip(calls, zip(*on_ranks(body, size), strict=True), strict=True):
         low, high = min(invalid, 0), max(invalid, NUM_EXPERTS - 1)
         text = f"Dispatcher.dispatch: topk_ids must lie in -1..{NUM_EXPERTS - 1}, got {low}..{high}. Check the router."
         raises_everywhere([wrong], InputError, text)
@@ -91,34 +89,31 @@ def test_it_raises_in_its_dispatch(name: str) -> None:
             raises_everywhere(peers, PeerError, f"rank {size - 1} refused: {text}")
             continue
         # Nothing is exchanged before rows travel, so peers get the dispatch of a slot that goes nowhere.
-        for rank, counts in enumerate(peers):
+        for rank, sent in enumerate(peers):
             of_rank = torch.bincount(ids[ids >= 0], minlength=NUM_EXPERTS).chunk(size)[rank]
-            assert torch.equal(counts, size * of_rank)
+            assert torch.equal(sent.real_tokens_per_expert, size * of_rank)
 
 
 @pytest.mark.parametrize("name", ["allgather", "deepep v1", "deepep v2", "hybridep"])
 def test_with_a_plan_its_rank_says_that_the_others_wait(name: str) -> None:
-    def body(group: Group) -> None:
+    def body(group: Group) -> Any:
         dispatcher = build_dispatcher(config(name), group)
         plan = dispatcher.plan(like=rows())
         with torch.no_grad():
-            dispatcher.dispatch(rows(), routing(NUM_EXPERTS if is_last(group) else None), plan)
+            return caught(dispatcher.dispatch, rows(), routing(NUM_EXPERTS if is_last(group) else None), plan)
 
-    *peers, wrong = outcomes(body, 2)
-    assert peers == [None]
+    peer, wrong = on_ranks(body, 2)
+    assert isinstance(peer, Dispatched)
     assert isinstance(wrong, InputError)
     assert "The other ranks were not told, because nothing is exchanged before rows travel" in wrong.__notes__[0]
     assert "They wait until the watchdog, or a timeout" in wrong.__notes__[0]
 
 
-@pytest.mark.parametrize("name", ["allgather", "deepep v2", "hybridep"])
-def test_the_watchdog_ends_the_wait_of_the_others(name: str) -> None:
+def test_the_watchdog_ends_the_wait_of_the_others() -> None:
     def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(name, watchdog=1), group)
+        dispatcher = build_dispatcher(config("allgather", watchdog=0.3), group)
         plan = dispatcher.plan(like=rows())
-        with torch.no_grad():
-            sent = dispatcher.dispatch(rows(), routing(NUM_EXPERTS if is_last(group) else None), plan)
-            dispatcher.combine(sent.rows, sent)
+        layer(dispatcher, routing(NUM_EXPERTS if is_last(group) else None), plan)
 
     *peers, wrong = outcomes(body, 2)
     assert isinstance(wrong, InputError)
@@ -127,45 +122,39 @@ def test_the_watchdog_ends_the_wait_of_the_others(name: str) -> None:
 
 @pytest.mark.parametrize("name", GRAPH_SAFE)
 def test_graph_safe_it_goes_nowhere_and_check_reports_it_once(name: str) -> None:
-    text = (
-        f"check: topk_ids must lie in -1..7, got up to 1 invalid ids in one dispatch of rank {BACKENDS[name][1] - 1}."
-    )
+    size = BACKENDS[name][1]
+    text = f"check: topk_ids must lie in -1..7, got up to 1 invalid ids in one dispatch of rank {size - 1}."
 
     def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(name, graph_safe=True, max_tokens_per_rank=ROWS), group)
-        for invalid in INVALID:
-            with torch.no_grad():
-                right = layer(dispatcher, routing())
-                assert dispatcher.check().invalid_ids == 0
-                assert torch.equal(layer(dispatcher, routing(invalid if is_last(group) else None)), right)
-            assert dispatcher.required_capacity().invalid_ids == 1
-            with pytest.raises(InputError) as caught:
-                dispatcher.check()
-            raises_everywhere([caught.value], InputError, text, "nowhere")
+        dispatcher = build_dispatcher(config(name, **SAFE), group)
+        with torch.no_grad():
+            right = layer(dispatcher, routing())
             assert dispatcher.check().invalid_ids == 0
+            for invalid in INVALID:
+                assert torch.equal(layer(dispatcher, routing(invalid if is_last(group) else None)), right)
+                assert dispatcher.required_capacity().invalid_ids == 1
+                raises_everywhere([caught(dispatcher.check)], InputError, text, "nowhere")
+                assert dispatcher.check().invalid_ids == 0
 
-    on_ranks(body, BACKENDS[name][1])
+    on_ranks(body, size)
 
 
 def test_invalid_ids_are_counted_where_a_row_names_one_twice() -> None:
-    dispatcher = build_dispatcher(config("local", graph_safe=True, max_tokens_per_rank=ROWS))
+    dispatcher = build_dispatcher(config("local", **SAFE))
     way = routing()
     way.topk_ids[1], way.topk_ids[2] = -2, NUM_EXPERTS
     with refuse_host_syncs():
         layer(dispatcher, way)
-    with pytest.raises(
-        InputError, match="got up to 3 invalid ids"
-    ):  # one of two equal ids above E-1 is merged into the other
+    # One of two equal ids above E-1 is merged into the other.
+    with pytest.raises(InputError, match="got up to 3 invalid ids"):
         dispatcher.check()
 
 
 @pytest.mark.parametrize("name", ["local", "alltoall", "allgather"])
 @pytest.mark.parametrize("graph_safe", [False, True])
 def test_ids_of_rows_without_a_token_may_be_anything(name: str, graph_safe: bool) -> None:
-    extra = {"graph_safe": True, "max_tokens_per_rank": ROWS} if graph_safe else {}
-
     def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(name, **extra), group)
+        dispatcher = build_dispatcher(config(name, **(SAFE if graph_safe else {})), group)
         way = routing()
         way.topk_ids[2:] = 10**6
         for real in (2, torch.tensor([2])):
@@ -181,17 +170,13 @@ def test_ids_of_rows_without_a_token_may_be_anything(name: str, graph_safe: bool
 @pytest.mark.parametrize("name", ["local", "alltoall", "allgather"])
 @pytest.mark.parametrize("graph_safe", [False, True])
 def test_operators_report_it_too(name: str, graph_safe: bool) -> None:
-    extra = {"graph_safe": True, "max_tokens_per_rank": ROWS} if graph_safe else {}
-
     def body(group: Group) -> Any:
-        dispatcher = build_dispatcher(config(name, **extra), group)
+        dispatcher = build_dispatcher(config(name, **(SAFE if graph_safe else {})), group)
         way = routing(-2 if is_last(group) else None)
-        sent = by_operators(lambda x: dispatcher.dispatch(x, way), rows())
-        if graph_safe:
-            dispatcher.check()
-        return sent
+        sent = caught(by_operators, lambda x: dispatcher.dispatch(x, way), rows())
+        return caught(dispatcher.check) if graph_safe else sent
 
-    results = outcomes_on(body, BACKENDS[name][1])
+    results = on_ranks(body, BACKENDS[name][1])
     reported = results if graph_safe else results[-1:]
     raises_everywhere(reported, InputError, "topk_ids must lie in -1..7, got ")
     if name != "local" and not graph_safe:
@@ -200,8 +185,7 @@ def test_operators_report_it_too(name: str, graph_safe: bool) -> None:
 
 def test_retry_on_overflow_reports_it() -> None:
     """On every rank, and on the ranks of another expert-parallel group that run the step too."""
-    fields = {"graph_safe": True, "max_tokens_per_rank": ROWS, "capacity_factor": 1.0, "on_overflow": "raise"}
-    graph_safe = config("local", **fields)
+    graph_safe = config("local", **SAFE, capacity_factor=1.0, on_overflow="raise")
 
     def body(group: Group) -> None:
         # Each rank is an expert-parallel group of its own. Without a group, the threads would share counters.
@@ -209,7 +193,7 @@ def test_retry_on_overflow_reports_it() -> None:
         step = partial(layer, dispatcher, routing(99 if is_last(group) else None))
         dispatcher.retry_on_overflow(step, group=group)
 
-    peer, wrong = outcomes(body, 2)
+    peer, wrong = on_ranks(partial(caught, body), 2)
     text = "Dispatcher.retry_on_overflow: topk_ids must lie in -1..7, got up to 1 invalid ids"
     raises_everywhere([wrong], InputError, text)
     raises_everywhere([peer], PeerError, f"rank 1 refused: {text}")

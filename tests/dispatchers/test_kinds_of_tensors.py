@@ -53,34 +53,32 @@ def _combined(d: Dispatcher, sent: Dispatched) -> Tensor:
     return d.combine(sent.rows * 2, sent)
 
 
-CALLS: dict[str, tuple[str, Callable[[Dispatcher, Dispatched, Wrap], Any]]] = {
-    "x": ("x", lambda d, _, wrap: d.dispatch(wrap(X), WAY)),
-    "batch": ("x", lambda d, _, wrap: d.dispatch(wrap(X.unsqueeze(0)), WAY)),
-    "ids": ("topk_ids", lambda d, _, wrap: d.dispatch(X, Routing(wrap(IDS), WEIGHTS))),
-    "weights": ("topk_weights", lambda d, _, wrap: d.dispatch(X, Routing(IDS, wrap(WEIGHTS)))),
-    "all": ("x", lambda d, _, wrap: d.dispatch(wrap(X), Routing(wrap(IDS), wrap(WEIGHTS)))),
-    "again": ("x", lambda d, sent, wrap: d.dispatch(wrap(X), again=sent)),
-    "like": ("like", lambda d, _, wrap: d.plan(like=wrap(X))),
-    "operators": ("x", lambda d, _, wrap: by_operators(lambda x: d.dispatch(wrap(x), WAY).rows, X)),
-    "outputs": ("rows", lambda d, sent, wrap: d.combine(wrap(sent.rows), sent)),
-    "rows": ("rows", lambda _, sent, wrap: sent.grouped_mm(wrap(sent.rows), MATRICES)),
-    "matrices": ("weights", lambda _, sent, wrap: sent.grouped_mm(sent.rows, wrap(MATRICES))),
-    "parameter": ("weights", lambda _, sent, wrap: sent.grouped_mm(sent.rows, nn.Parameter(wrap(MATRICES)))),
-    "slots": (r"stacked\[1\]", lambda d, sent, wrap: SlotWeights(d).run(sent, len, MATRICES, wrap(MATRICES))),  # type: ignore[arg-type]
-    "gradient of y": ("gradient", lambda d, sent, wrap: _backward(_combined(d, sent), wrap)),
-    "gradient of rows": ("gradient", lambda _, sent, wrap: _backward(sent.rows, wrap)),
-}
+# What is told, and the call.
+CALLS: list[tuple[str, Callable[[Dispatcher, Dispatched, Wrap], Any]]] = [
+    ("x", lambda d, _, wrap: d.dispatch(wrap(X), WAY)),
+    ("topk_ids", lambda d, _, wrap: d.dispatch(X, Routing(wrap(IDS), WEIGHTS))),
+    ("topk_weights", lambda d, _, wrap: d.dispatch(X, Routing(IDS, wrap(WEIGHTS)))),
+    ("x", lambda d, sent, wrap: d.dispatch(wrap(X), again=sent)),
+    ("like", lambda d, _, wrap: d.plan(like=wrap(X))),
+    ("x", lambda d, _, wrap: by_operators(lambda x: d.dispatch(wrap(x), WAY).rows, X)),
+    ("rows", lambda d, sent, wrap: d.combine(wrap(sent.rows), sent)),
+    ("rows", lambda _, sent, wrap: sent.grouped_mm(wrap(sent.rows), MATRICES)),
+    ("weights", lambda _, sent, wrap: sent.grouped_mm(sent.rows, wrap(MATRICES))),
+    ("weights", lambda _, sent, wrap: sent.grouped_mm(sent.rows, nn.Parameter(wrap(MATRICES)))),
+    (r"stacked\[1\]", lambda d, sent, wrap: SlotWeights(d).run(sent, len, MATRICES, wrap(MATRICES))),  # type: ignore[arg-type]
+    ("gradient", lambda d, sent, wrap: _backward(_combined(d, sent), wrap)),
+    ("gradient", lambda _, sent, wrap: _backward(sent.rows, wrap)),
+]
 
 
-@pytest.mark.parametrize(("what", "call"), CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
-def test_dtensors_are_refused_also_after_a_call_with_tensors(
-    wrap: Wrap, fields: dict[str, Any], what: str, call: Callable[[Dispatcher, Dispatched, Wrap], Any]
-) -> None:
+def test_dtensors_are_refused_also_after_a_call_with_tensors(wrap: Wrap, fields: dict[str, Any]) -> None:
     dispatcher = build_dispatcher(small_config("local", **fields))
-    sent = dispatcher.dispatch(X, WAY)
-    with pytest.raises(InputError, match=rf": {what} must be the tensor of this rank, got a DTensor\. .*to_local\(\)"):
-        call(dispatcher, sent, wrap)
+    for what, call in CALLS:
+        sent = dispatcher.dispatch(X, WAY)
+        told = rf": {what} must be the tensor of this rank, got a DTensor\. .*to_local\(\)"
+        with pytest.raises(InputError, match=told):
+            call(dispatcher, sent, wrap)
 
 
 def test_dtensors_are_refused_in_chunks(wrap: Wrap) -> None:
@@ -90,9 +88,16 @@ def test_dtensors_are_refused_in_chunks(wrap: Wrap) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", [partial(torch.device, "meta"), FakeTensorMode, torch.inference_mode], ids=["meta", "fake", "inference"]
+    ("fields", "mode"),
+    [
+        ({}, partial(torch.device, "meta")),
+        ({"spare_experts_per_rank": 1}, FakeTensorMode),
+        ({"spare_experts_per_rank": 1}, torch.inference_mode),
+        (SAFE, partial(torch.device, "meta")),
+        (SAFE, FakeTensorMode),
+        (SAFE, torch.inference_mode),
+    ],
 )
-@pytest.mark.parametrize("fields", [{}, {"spare_experts_per_rank": 1}, SAFE], ids=["eager", "slots", "graph-safe"])
 def test_a_dispatcher_built_without_real_tensors_is_like_another(
     fields: dict[str, Any], mode: Callable[[], AbstractContextManager[Any]]
 ) -> None:

@@ -28,17 +28,16 @@ def in_bfloat16(argument: Argument) -> Argument:
     return cast
 
 
-@pytest.mark.parametrize("change", [same, in_bfloat16])
 @pytest.mark.parametrize(
-    ("fields", "call"),
+    ("fields", "call", "change"),
     [
-        ({}, None),
-        ({"backend": "allgather"}, None),
-        ({**SAFE, "max_tokens_per_rank": 6}, None),
-        ({"spare_experts_per_rank": 1, "balance": "exact", "balance_min_rows": 0}, None),
-        ({}, by_operators),
+        ({}, None, in_bfloat16),
+        ({"backend": "allgather"}, None, in_bfloat16),
+        ({**SAFE, "max_tokens_per_rank": 6}, None, same),
+        ({**SAFE, "max_tokens_per_rank": 6}, None, in_bfloat16),
+        ({"spare_experts_per_rank": 1, "balance": "exact", "balance_min_rows": 0}, None, same),
+        ({}, by_operators, in_bfloat16),
     ],
-    ids=["alltoall", "allgather", "graph-safe", "balanced", "operators"],
 )
 def test_mapped_plans_routings_and_results_do_as_the_originals(
     fields: dict[str, Any], call: Callable[..., Any] | None, change: Callable[[Any], Any]
@@ -72,9 +71,7 @@ def test_quantised_rows_that_were_cast_are_refused_when_they_are_used() -> None:
     sent = build_dispatcher(config).dispatch(random_rows(6, 128), random_routing(6))
     assert torch.equal(same(sent).rows, sent.rows)
     for use in (lambda sent: sent.rows, deep_gemm_pair):
-        with pytest.raises(
-            InputError, match=r"values must be torch.float8_e4m3fn, got torch.bfloat16.*cast_forward_inp"
-        ):
+        with pytest.raises(InputError, match=r"values must be .*float8_e4m3fn, got .*bfloat16.*cast_forward_inp"):
             use(in_bfloat16(sent))
 
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_dispatch import THD, Dispatched, Dispatcher, Plan, Routing, Rows, build_dispatcher
+from moe_dispatch import THD, Dispatched, Dispatcher, Routing, Rows, build_dispatcher
 from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.dispatchers import Metrics, join
-from moe_dispatch.layouts import base
 from moe_dispatch_testing import HostRead, count_collectives, count_host_syncs
 from tests.dispatchers.layer import Group, by_operators, on_ranks, random_routing, random_rows, small_config
 
@@ -54,20 +53,18 @@ def test_tokens_and_padding(backend: str) -> None:
             assert everyone.bytes_sent[name] == sum(one.bytes_sent[name] for one, _ in results)
 
 
-@pytest.mark.parametrize("seen_by_host", [True, False])
-def test_rows_that_are_no_tokens(monkeypatch: pytest.MonkeyPatch, seen_by_host: bool) -> None:
-    """Cut where the host knows them; where only a device does, which a CPU can but pretend, their ids become -1."""
-    dispatcher = build_dispatcher(small_config("local", pad_multiple=3))
+@pytest.mark.parametrize("graph_safe", [False, True])
+def test_rows_that_are_no_tokens(graph_safe: bool) -> None:
+    """Cut where the host knows them; in graph-safe mode their ids become -1."""
+    fields = {"graph_safe": True, "max_tokens_per_rank": 8} if graph_safe else {}
+    dispatcher = build_dispatcher(small_config("local", pad_multiple=3, **fields))
     x, way = random_rows(8), random_routing(8)
     expected = x * way.topk_weights.sum(1, keepdim=True)
-    layout = THD([0, 2, 5], [0, 4, 8])
     expected[[2, 3, 7]] = 0
-    if not seen_by_host:
-        monkeypatch.setattr(base, "is_host", lambda tensor: False)
-    sent = dispatcher.dispatch(x, way, layout)
+    sent = dispatcher.dispatch(x, way, THD([0, 2, 5], [0, 4, 8]))
     torch.testing.assert_close(dispatcher.combine(sent.rows, sent), expected)
     metrics = dispatcher.metrics()
-    assert metrics.rows_skipped == ({"cut": 3, "masked": 0} if seen_by_host else {"cut": 0, "masked": 3})
+    assert metrics.rows_skipped == ({"cut": 0, "masked": 3} if graph_safe else {"cut": 3, "masked": 0})
     assert int(metrics.real_tokens_per_expert.sum()) == 5 * 2
 
 
@@ -137,12 +134,20 @@ def test_counts_of_a_layer_and_a_step(way: str) -> None:
 
 
 def test_nothing_dispatched_yet() -> None:
-    dispatcher = build_dispatcher(small_config("local", pad_multiple=7))
-    assert dispatcher.expert_counts().tolist() == [0] * 8
-    metrics = dispatcher.metrics()
-    assert (metrics.dispatches, metrics.imbalance) == (0, 0.0)
-    assert metrics.real_tokens_per_expert.tolist() == [0] * 8
-    assert metrics.rows_padded == {"rank": 0, "expert": 0}
+    """Nothing is exchanged either, unless the metrics of all ranks are asked for."""
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(small_config(pad_multiple=7), group)
+        assert dispatcher.expert_counts().tolist() == [0] * 8
+        for gather in (False, True):
+            with count_collectives() as seen:
+                metrics = dispatcher.metrics(gather=gather)
+            assert len(seen.calls) == (2 if gather else 0)
+            assert (metrics.dispatches, metrics.imbalance) == (0, 0.0)
+            assert metrics.real_tokens_per_expert.tolist() == [0] * (8 if gather else 4)
+            assert metrics.rows_padded == {"rank": 0, "expert": 0}
+
+    on_ranks(body, 2)
 
 
 def test_reading_counts_in_graph_safe_mode_does_not_wait() -> None:
@@ -151,18 +156,6 @@ def test_reading_counts_in_graph_safe_mode_does_not_wait() -> None:
         dispatcher.dispatch(random_rows(4), random_routing(4))
         dispatcher.expert_counts()
     assert not reads
-
-
-def test_reading_metrics_exchanges_nothing_unless_asked() -> None:
-    def body(group: Group) -> tuple[int, int]:
-        dispatcher = build_dispatcher(small_config(), group)
-        with count_collectives() as alone:
-            dispatcher.metrics()
-        with count_collectives() as together:
-            dispatcher.metrics(gather=True)
-        return len(alone.calls), len(together.calls)
-
-    assert on_ranks(body, 2) == [(0, 2), (0, 2)]
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # of torch 2.10
@@ -191,14 +184,6 @@ TABLE: list[tuple[str, str, bool, dict[str, int], int]] = [
 ]
 
 
-def _step_of_layers(layers: list[Any], x: torch.Tensor, plan: Plan | None) -> None:
-    way = random_routing(ROWS, top_k=1)
-    for layer in layers:
-        sent = layer.dispatch(x, way, plan)
-        x = layer.combine(sent.rows, sent)
-    x.sum().backward()
-
-
 @pytest.mark.parametrize(("backend", "policy", "planned", "collectives", "syncs"), TABLE)
 def test_a_step_of_four_layers(
     backend: str, policy: str, planned: bool, collectives: dict[str, int], syncs: int
@@ -207,11 +192,15 @@ def test_a_step_of_four_layers(
 
     def body(group: Group) -> tuple[Counter[str], int]:
         layers = [build_dispatcher(config, group) for _ in range(LAYERS)]
-        x = random_rows(ROWS).requires_grad_()
-        before = _reads_here(reads)
+        x, way = random_rows(ROWS).requires_grad_(), random_routing(ROWS, top_k=1)
+        read_before = _reads_here(reads)
         with count_collectives() as seen:
-            _step_of_layers(layers, x, layers[0].plan(Rows(), like=x) if planned else None)
-        return seen.counts, _reads_here(reads) - before
+            plan, y = layers[0].plan(Rows(), like=x) if planned else None, x
+            for layer in layers:
+                sent = layer.dispatch(y, way, plan)
+                y = layer.combine(sent.rows, sent)
+            y.sum().backward()
+        return seen.counts, _reads_here(reads) - read_before
 
     with count_host_syncs() as reads:
         assert on_ranks(body, 2) == [(Counter(collectives), syncs)] * 2
