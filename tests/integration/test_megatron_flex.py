@@ -14,9 +14,8 @@ from tests.integration.needs import needs
 
 pytestmark = needs("megatron")
 
-EP_SIZES = (2, 4)
 NORMAL, UNPADDED = "v1.2.1", "hybridep-34152ae"
-HYBRID_RELEASES = (UNPADDED, "hybridep-94a9f8f", "hybridep-744")
+EP_SIZES = {NORMAL: 4, UNPADDED: 2, "hybridep-94a9f8f": 4, "hybridep-744": 2}
 UNEQUAL = (40, 13, 0, 27)
 EQUAL = (64,) * 4
 WHOLE_CHUNKS_ONLY = "528 rows"
@@ -34,9 +33,8 @@ def deepep_jobs(ep_size: int) -> dict[str, list[Job]]:
     unequal = UNEQUAL[:ep_size]
     return {
         "unequal": [deepep(Case(tokens=unequal))],
-        "crowded": [deepep(Case(tokens=unequal, routing="crowded", seed=1))],
+        "crowded": [deepep(Case(tokens=unequal, routing="crowded", hidden=512, seed=1))],
         "starved": [deepep(Case(tokens=unequal, routing="starved", seed=7))],
-        "larger": [deepep(Case(tokens=unequal, hidden=512, seed=2))],
         "two in flight": [deepep(Case(tokens=unequal[::-1], seed=seed)) for seed in (3, 4)],
         "no slot taken": [deepep(Case(tokens=unequal, routing="holes", seed=5), moe_expert_capacity_factor=2.0)],
         "zero weights": [deepep(Case(tokens=unequal, routing="holes", seed=6))],
@@ -49,9 +47,6 @@ def hybridep_jobs(ep_size: int) -> dict[str, list[Job]]:
     fused = {"moe_permute_fusion_into_hybridep": True}
     capacity = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
     return {
-        "equal": [hybridep(Case(tokens=equal))],
-        "fused": [hybridep(Case(tokens=equal, seed=1), **fused)],
-        "unequal": [hybridep(Case(tokens=unequal, seed=2), **pads)],
         "unequal, fused": [hybridep(Case(tokens=unequal, seed=3), **pads, **fused)],
         "crowded": [hybridep(Case(tokens=unequal, routing="crowded", seed=4), **pads)],
         "starved": [hybridep(Case(tokens=unequal, routing="starved", seed=10), **pads)],
@@ -63,41 +58,31 @@ def hybridep_jobs(ep_size: int) -> dict[str, list[Job]]:
     }
 
 
+def jobs(release: str) -> dict[str, list[Job]]:
+    return (deepep_jobs if release == NORMAL else hybridep_jobs)(EP_SIZES[release])
+
+
 @functools.cache
-def results(release: str, ep_size: int) -> list[Results]:
-    jobs = deepep_jobs(ep_size) if release == NORMAL else hybridep_jobs(ep_size)
-    return run_jobs(MegatronRunning, release, jobs, ep_size)
+def results(release: str) -> list[Results]:
+    return run_jobs(MegatronRunning, release, jobs(release), EP_SIZES[release])
 
 
-def require(release: str, ep_size: int, name: str) -> None:
-    jobs = deepep_jobs(ep_size) if release == NORMAL else hybridep_jobs(ep_size)
-    require_dense(results(release, ep_size), name, *[TRAINING] * len(jobs[name]))
-
-
-@pytest.mark.parametrize("name", deepep_jobs(2))
-@pytest.mark.parametrize("ep_size", EP_SIZES)
-def test_deepep_is_the_dense_layer(ep_size: int, name: str) -> None:
-    require(NORMAL, ep_size, name)
-
-
-@pytest.mark.parametrize("ep_size", EP_SIZES)
 @pytest.mark.parametrize(
     ("release", "name"),
     [
         (release, name)
-        for release in HYBRID_RELEASES
-        for name in hybridep_jobs(2)
+        for release in EP_SIZES
+        for name in jobs(release)
         if (release, name) != (UNPADDED, WHOLE_CHUNKS_ONLY)
     ],
 )
-def test_hybridep_is_the_dense_layer(release: str, ep_size: int, name: str) -> None:
-    require(release, ep_size, name)
+def test_the_flex_dispatcher_is_the_dense_layer(release: str, name: str) -> None:
+    require_dense(results(release), name, *[TRAINING] * len(jobs(release)[name]))
 
 
-@pytest.mark.parametrize("ep_size", EP_SIZES)
-def test_rows_in_no_whole_chunks_fail_to_compile_as_was_reported(ep_size: int) -> None:
+def test_rows_in_no_whole_chunks_fail_to_compile_as_was_reported() -> None:
     """Megatron-Bridge #3294, through the code that met it, on a release that does not round its capacity up."""
-    for by_name in results(UNPADDED, ep_size):
+    for by_name in results(UNPADDED):
         found = by_name[WHOLE_CHUNKS_ONLY]
         assert isinstance(found, str)
         assert "hybrid_ep_combine" in found

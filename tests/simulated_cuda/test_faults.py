@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing
+from moe_dispatch.permutation import choose_permutation
 from tests.simulated_cuda.budget import counted
 from tests.simulated_cuda.device import recorded
 from tests.simulated_cuda.layer import BATCH, EXPERTS, HIDDEN, LENGTH, TOP_K, dispatcher_of
@@ -40,7 +41,7 @@ def test_values_are_those_of_the_cpu() -> None:
 
 def test_a_planted_host_sync_is_reported_with_its_line() -> None:
     dispatcher, (x, routing) = dispatcher_of("local", None), inputs()
-    permutation = dispatcher._channel.context.permutation_of(x)
+    permutation = choose_permutation("auto", "cuda")
     merge_slots = permutation.merge_slots
 
     def asks_the_device(ids: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

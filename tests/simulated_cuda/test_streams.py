@@ -21,6 +21,11 @@ from tests.simulated_cuda.ranks import NcclRanks
 RANKS = NcclRanks()
 BACKENDS = ("local", "alltoall", "allgather")
 MODES: dict[str, dict[str, Any]] = {"eager": {}, "graph-safe": {"graph_safe": True, "max_tokens_per_rank": 32}}
+# Each backend, each mode, and both modes of the one whose exchanges differ most between them.
+SOME_MODES = pytest.mark.parametrize(
+    ("backend", "mode"),
+    [("local", "graph-safe"), ("alltoall", "eager"), ("alltoall", "graph-safe"), ("allgather", "eager")],
+)
 
 
 def inputs() -> tuple[Tensor, Routing]:
@@ -52,21 +57,9 @@ def on_ranks(backend: str, mode: str, body: Callable[[Dispatcher], None], *, war
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_step_on_a_side_stream(backend: str, mode: str) -> None:
-    def body(dispatcher: Dispatcher) -> None:
-        x, routing = inputs()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step(dispatcher, x, routing)
-        torch.cuda.current_stream().wait_stream(side)
-
-    on_ranks(backend, mode, body)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_two_micro_batches_on_two_streams(backend: str, mode: str) -> None:
+    """Neither of which is the stream on which the dispatcher ran first."""
+
     def body(dispatcher: Dispatcher) -> None:
         batches, streams = [inputs(), inputs()], [torch.cuda.Stream(), torch.cuda.Stream()]
         for batch, stream in zip(batches, streams, strict=True):
@@ -79,8 +72,7 @@ def test_two_micro_batches_on_two_streams(backend: str, mode: str) -> None:
     on_ranks(backend, mode, body)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@SOME_MODES
 def test_rows_are_awaited_on_the_stream_of_the_dispatch(backend: str, mode: str) -> None:
     def body(dispatcher: Dispatcher) -> None:
         flight = dispatcher.dispatch(*inputs(), async_op=True)
@@ -95,8 +87,7 @@ def test_rows_are_awaited_on_the_stream_of_the_dispatch(backend: str, mode: str)
     on_ranks(backend, mode, body)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@SOME_MODES
 def test_counters_wait_for_the_last_dispatch(backend: str, mode: str) -> None:
     """They are made on one stream, updated on another, and read and reset on a third. Nobody else orders the three."""
 

@@ -34,31 +34,27 @@ REPORTED = "MAX_NUM_OF_TOKENS_PER_RANK must be multiple of NUM_OF_TOKENS_PER_CHU
 # Megatron-Bridge's recipes asked for chunks of 128 (#3135) when the default had become 64.
 APRIL, JULY = "hybridep-34152ae", "hybridep-94a9f8f"
 ASKED = {"NUM_OF_TOKENS_PER_CHUNK_COMBINE_API": "128"}
-OLD_RULES = pytest.mark.parametrize(
-    ("release", "variables"), [(APRIL, ASKED)], indirect=["variables"], ids=["asked for"]
-)
+ASKED_FOR = pytest.mark.parametrize("variables", [ASKED], indirect=True, ids=["asked for"])
 EXPERTS, TOP_K, HIDDEN = 16, 4, 512
 
 on_ranks = partial(Ranks(timedelta(seconds=60)).run, size=EP_SIZE)
 
 
 @pytest.fixture(autouse=True)
-def variables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What a test's parameter sets in the environment of its ranks, which are threads of this process."""
-    wanted: dict[str, str] = getattr(request, "param", {})
-    for name, value in wanted.items():
+def variables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set what a test's parameter says in the environment of its ranks, which are threads of this process."""
+    for name, value in getattr(request, "param", {}).items():
         monkeypatch.setenv(name, value)
-    return wanted
 
 
 # By hand: the calls that Megatron's flex dispatcher makes, with the rows that the step gives it
 
 
-def by_hand(release: str, rows: int) -> Callable[[dist.ProcessGroup], str]:
+def by_hand(rows: int) -> Callable[[dist.ProcessGroup], str]:
     sources = make_sources([rows] * EP_SIZE)
 
     def body(group: dist.ProcessGroup) -> str:
-        buffer = open_buffer(release, group, rows=rows)
+        buffer = open_buffer(APRIL, group, rows=rows)
 
         def round_trip() -> None:
             expert_rows, probs, _, _, handle = sent(buffer, sources[group.rank()], pad_multiple=1)
@@ -69,24 +65,21 @@ def by_hand(release: str, rows: int) -> Callable[[dist.ProcessGroup], str]:
     return body
 
 
-@OLD_RULES
-def test_by_hand_it_fails_as_reported(release: str, variables: dict[str, str]) -> None:
+@ASKED_FOR
+def test_by_hand_it_fails_as_reported() -> None:
     rows = MICRO_BATCH * padded_length(max(LENGTHS), FP8_ROWS)
     assert rows % 64 == 0
-    for told in on_ranks(by_hand(release, rows)):
+    for told in on_ranks(by_hand(rows)):
         assert told.startswith("RuntimeError: Failed to compile the code"), told
         assert REPORTED in told
 
 
-@OLD_RULES
-@pytest.mark.parametrize("seq_length", [None, 150])
-def test_by_hand_it_works_on_sequences_padded_to_their_multiple(
-    release: str, variables: dict[str, str], seq_length: int | None
-) -> None:
+@ASKED_FOR
+def test_by_hand_it_works_on_sequences_padded_to_their_multiple() -> None:
     multiple = sequence_multiple(batch_size=MICRO_BATCH, fp8=True, row_multiple=CHUNK)
-    rows = MICRO_BATCH * padded_length(max(LENGTHS), multiple, seq_length)
-    assert rows == 640
-    assert on_ranks(by_hand(release, rows)) == ["returned"] * EP_SIZE
+    rows = MICRO_BATCH * padded_length(max(LENGTHS), multiple)
+    assert rows == MICRO_BATCH * padded_length(max(LENGTHS), multiple, 150) == 640
+    assert on_ranks(by_hand(rows)) == ["returned"] * EP_SIZE
 
 
 def test_a_forced_length_does_not_bypass_the_rule() -> None:
@@ -164,8 +157,8 @@ def micro_batch(rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
-def through_the_dispatcher(release: str, block: Any, knows_lengths: bool) -> Callable[[dist.ProcessGroup], Any]:
-    config = config_of(release)
+def through_the_dispatcher(block: Any, knows_lengths: bool) -> Callable[[dist.ProcessGroup], Any]:
+    config = config_of(APRIL)
 
     def body(group: dist.ProcessGroup) -> Any:
         rank = group.rank()
@@ -201,13 +194,11 @@ def dense(block: Any, knows_lengths: bool) -> tuple[list[Tensor], list[Tensor]]:
     return outputs, grads  # type: ignore[return-value]
 
 
-@OLD_RULES
+@ASKED_FOR
 @pytest.mark.parametrize("knows_lengths", [True, False])
-def test_the_block_of_the_model_works_through_the_dispatcher(
-    release: str, variables: dict[str, str], knows_lengths: bool
-) -> None:
+def test_the_block_of_the_model_works_through_the_dispatcher(knows_lengths: bool) -> None:
     block = make_block()
-    ranks = on_ranks(through_the_dispatcher(release, block, knows_lengths))
+    ranks = on_ranks(through_the_dispatcher(block, knows_lengths))
     outputs, grads_x = dense(block, knows_lengths)
     most = sum(LENGTHS) if knows_lengths else MICRO_BATCH * padded_length(max(LENGTHS), FP8_ROWS)
     gate_grad, expert_grads = torch.zeros_like(block.gate.weight), []
@@ -228,7 +219,7 @@ def test_the_block_of_the_model_works_through_the_dispatcher(
     [(APRIL, ASKED, 512), (APRIL, {}, 448), (JULY, {}, 386), (JULY, ASKED, 386)],
     indirect=["variables"],
 )
-def test_the_rule_belongs_to_the_installed_version(release: str, variables: dict[str, str], rows: int) -> None:
+def test_the_rule_belongs_to_the_installed_version(release: str, rows: int) -> None:
     """Later in #3294: an updated HybridEP no longer needs it. The model's code stays the same."""
     assert sum(LENGTHS) == 386
     config = config_of(release)

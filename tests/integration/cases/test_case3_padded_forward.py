@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from moe_dispatch.integrations.packing import packing_for
 from moe_dispatch_testing import run_processes
-from tests.integration.cases.padded_forward import CUTS, JOBS, LAYERS, LENGTHS, REPLAYED, TOP_K, rank_body
+from tests.integration.cases.padded_forward import CUTS, JOBS, LAYERS, LENGTHS, REPLAYED, TOP_K, UNTOUCHED, rank_body
 from tests.integration.needs import needs
 from tests.pages import flat, relative, run_page
 
@@ -32,15 +33,20 @@ def results() -> list[dict[str, Any]]:
     return run_processes(rank_body, RANKS, timeout=timedelta(seconds=300))
 
 
+def untouched_gradients(dtype: torch.dtype, *, forced: bool = False) -> dict[str, Tensor]:
+    gradients: dict[str, Tensor] = results()[UNTOUCHED.index((dtype, forced))]["untouched"]
+    return gradients
+
+
 def test_by_hand_packed_rows_are_refused_or_mixed() -> None:
-    refusals = results()[0]["refusals"]
+    refusals = results()[len(UNTOUCHED)]["refusals"]
     assert "ValueError: `chunk_gated_delta_rule` can't keep packed sequences apart" in refusals["told"]
     assert float(refusals["not told"]) > 0.1, "the second sequence should have seen the first"
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(dtype, name) for dtype in JOBS for name in JOBS[dtype] if name != MEAN])
 def test_gradients_do_not_depend_on_how_micro_batches_are_cut(dtype: torch.dtype, name: str) -> None:
-    steps, untouched = results()[0][str(dtype)]
+    steps, untouched = results()[0][str(dtype)], untouched_gradients(dtype)
     gradients, seen = steps[name]
     assert gradients.keys() == untouched.keys()
     for gradient in gradients.values():
@@ -55,17 +61,18 @@ def test_gradients_do_not_depend_on_how_micro_batches_are_cut(dtype: torch.dtype
 @pytest.mark.parametrize("name", REPLAYED)
 def test_replayed_experts_have_the_gradients_of_a_model_whose_router_is_forced(name: str) -> None:
     """The routing of an engine, which the router would not choose, is replayed in every cut of the micro-batches."""
-    steps, forced = results()[0]["replayed"]
+    steps, forced = results()[0]["replayed"], untouched_gradients(torch.float64, forced=True)
     assert relative(flat(steps[name][0]), flat(forced)) < TOLERANCES[torch.float64]
-    own = results()[0][str(torch.float64)][1]
-    assert relative(flat(forced), flat(own)) > 0.1, "the routing of the engine should have changed the gradients"
+    assert relative(flat(forced), flat(untouched_gradients(torch.float64))) > 0.1, (
+        "the routing of the engine should have changed the gradients"
+    )
     assert sum(steps[name][1]) == sum(LENGTHS) * TOP_K * len(LAYERS)
 
 
 def test_a_mean_for_each_micro_batch_does_depend_on_it() -> None:
     """What the loop has to do itself; and the comparison above would see it."""
-    steps, untouched = results()[0][str(torch.float64)]
-    assert relative(flat(steps[MEAN][0]), flat(untouched)) > 0.1
+    mean, _ = results()[0][str(torch.float64)][MEAN]
+    assert relative(flat(mean), flat(untouched_gradients(torch.float64))) > 0.1
 
 
 def test_the_fallback_is_announced_once_on_each_rank() -> None:

@@ -26,8 +26,12 @@ RANKS = 4
 Dealt = tuple[tuple[int, ...], ...]
 UNEVENLY: Dealt = ((0, 1), (2,), (), (3, 4, 5, 6, 7))  # one rank has nothing at all
 IN_PAIRS: Dealt = ((7, 0), (6, 1), (5, 2), (4, 3))
-BUDGETS = ({"budget": 20}, {"budget": 64}, {"budget": 64, "logprob_budget": 20}, {"budget": 10**6})
-CUTS = [(dealt, budgets) for dealt in (UNEVENLY, IN_PAIRS) for budgets in BUDGETS]
+CUTS: list[tuple[Dealt, dict[str, int]]] = [
+    (UNEVENLY, {"budget": 20}),
+    (UNEVENLY, {"budget": 10**6}),
+    (IN_PAIRS, {"budget": 64}),
+    (IN_PAIRS, {"budget": 64, "logprob_budget": 20}),
+]
 BACKENDS = {
     "alltoall": {"MOE_DISPATCH_BACKEND": "alltoall"},
     "allgather": {"MOE_DISPATCH_BACKEND": "allgather"},

@@ -47,9 +47,12 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "over data": {"expert_groups": GRID.groups("dp")},
 }
 RUN = [
-    *((backend, placement) for backend in BACKENDS for placement in ("etp 2", "over data")),
     ("alltoall", "etp 1"),
+    ("alltoall", "etp 2"),
+    ("deepep v1", "over data"),
+    ("deepep v2", "etp 2"),
     ("hybridep, equal rows", "etp 1"),
+    ("hybridep, any rows", "etp 2"),
 ]
 RUN_STATIC = ("deepep v2", "hybridep, equal rows")
 

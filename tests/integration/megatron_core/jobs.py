@@ -10,7 +10,7 @@ from typing import Any, final
 import pytest
 
 from moe_dispatch_testing import run_processes
-from tests.integration.megatron_core.layer import RANKS
+from tests.integration.megatron_core import layer
 from tests.integration.megatron_core.on_cpu import megatron_on_cpu
 
 # Ranks import the package before they meet, on machines that others use too.
@@ -24,9 +24,9 @@ class Raised(str):
     """A traceback in the place of a result. Later checks do not run: ranks may stand in different collectives."""
 
 
-def run_checks(checks: Mapping[str, Check]) -> dict[str, list[Any]]:
+def run_checks(checks: Mapping[str, Check], ranks: int = layer.RANKS) -> dict[str, list[Any]]:
     """The results by name, each by rank."""
-    by_rank = run_processes(_on_rank, RANKS, checks, timeout=TIMEOUT)
+    by_rank = run_processes(_on_rank, ranks, checks, ranks, timeout=TIMEOUT)
     return {name: [found[name] for found in by_rank] for name in checks}
 
 
@@ -39,7 +39,8 @@ def require(results: list[Any]) -> list[Any]:
     return results
 
 
-def _on_rank(rank: int, checks: Mapping[str, Check]) -> dict[str, Any]:
+def _on_rank(rank: int, checks: Mapping[str, Check], ranks: int) -> dict[str, Any]:
+    layer.RANKS = ranks
     results: dict[str, Any] = {}
     failed = ""
     with megatron_on_cpu():

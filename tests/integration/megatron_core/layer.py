@@ -180,6 +180,10 @@ def _draw_weights(layer: nn.Module, case: Case) -> None:
 Outcome = dict[str, Tensor]
 
 
+def gradients_of(module: nn.Module) -> Outcome:
+    return {name: weight.grad.clone() for name, weight in module.named_parameters() if weight.grad is not None}
+
+
 def outcome(layer: nn.Module, hidden: Tensor, **kwargs: Any) -> Outcome:
     """Output and gradients of one call, by name."""
     hidden = hidden.clone().requires_grad_()
@@ -188,11 +192,9 @@ def outcome(layer: nn.Module, hidden: Tensor, **kwargs: Any) -> Outcome:
     assert bias is None
     upstream = torch.linspace(-1, 1, output.numel()).view_as(output).to(output.dtype)
     output.backward(upstream)
-    grads = {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
+    grads = gradients_of(layer)
     assert any("router" in name for name in grads)
-    return {"output": output.detach(), "hidden": gradient(hidden)} | {
-        name: grad.clone() for name, grad in grads.items()
-    }
+    return {"output": output.detach(), "hidden": gradient(hidden)} | grads
 
 
 def difference(got: Outcome, want: Outcome) -> float:

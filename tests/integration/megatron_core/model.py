@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.integration.megatron_core.layer import EXPERTS, Case, groups, own_spec, transformer_config
+from tests.integration.megatron_core.layer import EXPERTS, Case, gradients_of, groups, own_spec, transformer_config
 
 VOCABULARY, LENGTH, BATCH = 64, 8, 2
 
@@ -38,7 +38,7 @@ def gpt_outcome(model: Any, case: Case, rank: int) -> dict[str, Tensor]:
     model.zero_grad()
     losses = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
     losses.sum().backward()
-    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    grads = gradients_of(model)
     assert any("experts" in name for name in grads)
     return {"losses": losses.detach()} | grads
 

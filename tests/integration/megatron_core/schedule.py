@@ -59,7 +59,7 @@ class Memory:
 
     made_on: str
     node: str
-    weak: StorageWeakRef
+    weak: StorageWeakRef  # no other storage gets the address of this one while it lives
     uses: Counter[str] = field(default_factory=Counter)
     written: tuple[str, int] = ("", 0)
     recorded: set[str] = field(default_factory=set)
@@ -77,13 +77,14 @@ class MemoryOrder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.current, self.node, self.races = current, node, set[str]()
         self.memories: dict[int, Memory] = {}
+        self.shared: dict[int, Memory] = {}  # those that another stream than their own has used
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stream = self.current[-1]
         stream.seen[stream.name] += 1
-        for key, memory in list(self.memories.items()):
+        for key, memory in list(self.shared.items()):
             if memory.weak.expired() and memory.made_on == stream.name:
-                del self.memories[key]
+                del self.shared[key]
                 for user, number in memory.uses.items():
                     if number > stream.seen[user] and user not in memory.recorded:
                         self.races.add(f"memory of {memory.node} is reused before {user} is done")
@@ -109,6 +110,8 @@ class MemoryOrder(TorchDispatchMode):
             if when > stream.seen[writer]:
                 self.races.add(f"{self.node[-1]} {how} memory of {memory.node} that {writer} has not written yet")
             memory.uses[stream.name] = number
+            if stream.name != memory.made_on:
+                self.shared[storage._cdata] = memory
             if how == "writes":
                 memory.written = (stream.name, number)
 
@@ -153,8 +156,11 @@ COUNTS = 0.2
 
 
 @contextmanager
-def simulated_streams() -> Iterator[Seen]:
-    """Let Megatron's schedule run on a CPU, and watch it. Memory that it frees is filled with NaN, and kept."""
+def simulated_streams(*, watch_memory: bool = True) -> Iterator[Seen]:
+    """Let Megatron's schedule run on a CPU, and watch it. Memory that it frees is filled with NaN, and kept.
+
+    To watch memory takes most of the time.
+    """
     from megatron.core.pipeline_parallel import utils
 
     seen, compute = Seen(), Stream("compute")
@@ -220,7 +226,8 @@ def simulated_streams() -> Iterator[Seen]:
                 patch.object(utils.ScheduleNode, method, timed(phase, getattr(utils.ScheduleNode, method)))
             )
         reads = stack.enter_context(count_host_syncs())
-        stack.enter_context(order)
+        if watch_memory:
+            stack.enter_context(order)
         yield seen
     seen.races.extend(sorted(order.races))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
@@ -19,16 +19,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.integration.megatron_core.jobs import Check, require, run_checks
-from tests.integration.megatron_core.layer import BALANCED, EXPERTS, RANKS, Case, Parallel, transformer_config
-from tests.integration.megatron_core.model import BATCH, LENGTH, VOCABULARY
+from tests.integration.megatron_core.layer import BALANCED, EXPERTS, RANKS
+from tests.integration.megatron_core.training import Division, Training
 from tests.integration.needs import needs
 
 pytestmark = needs("megatron")
 
-STEPS, MICRO_BATCHES, FAVOURED = 20, 2, 2
+STEPS, MICRO_BATCHES, FAVOURED = 7, 2, 2
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "balanced": BALANCED}
 HAS_PSUTIL = find_spec("psutil") is not None
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
 
 
 @final
@@ -36,15 +35,20 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distr
 class Job:
     """How the four ranks are divided, and options of DDP."""
 
-    ep: int = 4
-    pp: int = 1
-    ddp: tuple[tuple[str, bool], ...] = ()
+    division: Division
+    ddp: tuple[str, ...] = ()
+
+    @property
+    def training(self) -> Training:
+        return Training(division=self.division, config={"moe_router_topk": FAVOURED})
 
 
+GATHERED = "ep 2, optimizer and gather in parts"
 JOBS = {
-    "ep 4": Job(),
-    "ep 2, optimizer and gather in parts": Job(ep=2, ddp=tuple(OVERLAP.items())),
-    "pp 2, ep 2": Job(ep=2, pp=2),
+    GATHERED: Job(
+        division=Division(ep=2), ddp=("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
+    ),
+    "pp 2, ep 2": Job(division=Division(ep=2, pp=2)),
 }
 
 
@@ -59,50 +63,12 @@ class _CpuTensorsOfCudaType(TorchFunctionMode):
         return result.replace("torch.", "torch.cuda.") if func is Tensor.type and isinstance(result, str) else result
 
 
-@contextmanager
-def divided(job: Job) -> Iterator[None]:
-    """Megatron's global groups, and what its optimizer and schedules ask of CUDA."""
-    from megatron.core import parallel_state
-
-    with ExitStack() as stack:
-        stack.enter_context(_CpuTensorsOfCudaType())
-        stack.enter_context(mock.patch.object(torch.cuda, "synchronize"))
-        buffer = parallel_state._GLOBAL_MEMORY_BUFFER
-        parallel_state._GLOBAL_MEMORY_BUFFER = None
-        parallel_state.initialize_model_parallel(
-            pipeline_model_parallel_size=job.pp, expert_model_parallel_size=job.ep, create_gloo_process_groups=True
-        )
-        yield
-        parallel_state.destroy_model_parallel()
-        parallel_state._GLOBAL_MEMORY_BUFFER = buffer
-
-
 def built(job: Job) -> Any:
     """A GPTModel, or the part of a stage, whose routers choose experts of the first rank."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
 
-    fields = {
-        "num_layers": 2,
-        "pipeline_model_parallel_size": job.pp,
-        "pipeline_dtype": torch.float32,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_topk": FAVOURED,
-    }
-    config = transformer_config(Case(parallel=Parallel(ep=job.ep), config=fields))
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False),
-        vocab_size=VOCABULARY,
-        max_sequence_length=LENGTH,
-        pre_process=stage == 0,
-        post_process=stage == job.pp - 1,
-        share_embeddings_and_output_weights=False,
-    )
-    first = parallel_state.get_expert_model_parallel_rank() * EXPERTS // job.ep
+    (model,) = job.training.chunks()
+    first = parallel_state.get_expert_model_parallel_rank() * EXPERTS // job.division.ep
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             generator = torch.Generator().manual_seed(sum(map(ord, name)) + (first if ".experts." in name else 0))
@@ -114,19 +80,6 @@ def built(job: Job) -> Any:
     return model
 
 
-def forward_step(rank: int, batches: Iterator[int], model: Any) -> tuple[Tensor, Any]:
-    generator = torch.Generator().manual_seed(100 * rank + next(batches))
-    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
-    mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
-    positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
-    output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
-
-    def loss_of(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return losses.mean(), {"loss": losses.detach().mean()}
-
-    return output, loss_of
-
-
 def start(model: Any, job: Job, options: dict[str, Any]) -> tuple[Any, Any]:
     """Convert a model, wrap it in Megatron's DDP, and build Megatron's optimizer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -135,37 +88,27 @@ def start(model: Any, job: Job, options: dict[str, Any]) -> tuple[Any, Any]:
     from moe_dispatch.integrations.megatron import convert
 
     convert(model, **options)
-    fields = dict(job.ddp)
+    fields = dict.fromkeys(job.ddp, True)
     # Buckets are so small that each layer's experts have some of their own.
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, bucket_size=2000, **fields)
     ddp = DistributedDataParallel(model.config, ddp_config, model)
     fields.pop("overlap_grad_reduce", None)
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=5e-3, **fields), [ddp])
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, **fields), [ddp])
     model.config.no_sync_func, model.config.finalize_model_grads_func = ddp.no_sync, finalize_model_grads
     return ddp, optimizer
 
 
 def train(ddp: Any, optimizer: Any, job: Job, steps: range) -> list[float]:
     """Take steps with Megatron's schedule. Return the mean losses of all ranks."""
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     losses = []
     for number in steps:
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
-        found = get_forward_backward_func()(
-            forward_step_func=functools.partial(forward_step, parallel_state.get_data_parallel_rank()),
-            data_iterator=iter(range(number % 2, number % 2 + MICRO_BATCHES)),
-            model=[ddp],
-            num_microbatches=MICRO_BATCHES,
-            seq_length=LENGTH,
-            micro_batch_size=BATCH,
-        )
+        found = job.training.step([ddp], range(number % 2, number % 2 + MICRO_BATCHES))
         optimizer.step()
         total = sum((one["loss"] for one in found), torch.zeros(()))  # only the last stage has losses
         dist.all_reduce(total)
-        losses.append(float(total) / MICRO_BATCHES / (RANKS // job.pp))
+        losses.append(float(total) / MICRO_BATCHES / (RANKS // job.division.pp))
     return losses
 
 
@@ -183,10 +126,10 @@ def trained(rank: int, job: Job, options: dict[str, Any]) -> dict[str, Any]:
         assert all(group.param_gather_dispatched and group.param_gather_handle is None for group in groups)
         return found
 
-    with divided(job):
+    with _CpuTensorsOfCudaType(), job.division.global_groups():
         model = built(job)
         ddp, optimizer = start(model, job, options)
-        overlaps = "overlap_param_gather" in dict(job.ddp)
+        overlaps = "overlap_param_gather" in job.ddp
         with mock.patch.object(SlotExperts, "_gathered_parameters", watched) if overlaps else nullcontext():
             losses = train(ddp, optimizer, job, range(STEPS))
         metrics = model.decoder.layers[0].mlp.token_dispatcher.dispatcher.metrics(gather=True)
@@ -202,11 +145,11 @@ def resumed(rank: int, folder: str) -> dict[str, list[float]]:
     """Save an unbalanced run with Megatron's distributed checkpoints. Return losses of runs that load it."""
     from megatron.core import dist_checkpointing
 
-    job = Job(ep=2)
+    job = Job(division=Division(ep=2))
     losses = {}
-    with divided(job):
+    with _CpuTensorsOfCudaType(), job.division.global_groups():
         model = built(job)
-        losses["first"] = train(*start(model, job, {}), job, range(5))
+        losses["first"] = train(*start(model, job, {}), job, range(3))
         with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
             dist_checkpointing.save(model.sharded_state_dict(), folder)
         for kind, options in KINDS.items():
@@ -214,7 +157,7 @@ def resumed(rank: int, folder: str) -> dict[str, list[float]]:
             ddp, optimizer = start(model, job, options)
             model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), folder))
             optimizer.reload_model_params()
-            losses[kind] = train(ddp, optimizer, job, range(5, 10))
+            losses[kind] = train(ddp, optimizer, job, range(3, 6))
     return losses
 
 
@@ -237,7 +180,7 @@ def test_losses_are_the_same_with_and_without_balance(name: str) -> None:
     for plain, balanced in zip(*found, strict=True):
         assert plain["losses"][-1] < plain["losses"][0] - 0.2
         assert balanced["losses"] == pytest.approx(plain["losses"], rel=1e-4)
-        assert plain["imbalance"] > 0.9 * JOBS[name].ep
+        assert plain["imbalance"] > 0.9 * JOBS[name].division.ep
         assert balanced["imbalance"] < 1.05
         assert balanced["fetches"]
         assert not plain["fetches"]
@@ -245,7 +188,7 @@ def test_losses_are_the_same_with_and_without_balance(name: str) -> None:
 
 def test_weights_are_read_after_their_gathers() -> None:
     """The gathers of all but the first step are under way or not yet started when a layer asks for the weights."""
-    for found in require(results()["ep 2, optimizer and gather in parts, balanced"]):
+    for found in require(results()[f"{GATHERED}, balanced"]):
         assert found["waits"] >= STEPS - 1
 
 

@@ -1,4 +1,4 @@
-"""Layers by spec and converted models; calls in flight, recomputed, in pieces; rows that are padding."""
+"""Layers, converted or by spec, beside those of Megatron; in flight, recomputed, in pieces; rows that are padding."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from moe_dispatch.errors import ConfigError
 from tests.integration.deep_ep_users.dense import gradient
 from tests.integration.deep_ep_users.megatron_layer import GivenRouter
 from tests.integration.megatron_core.jobs import Check, require, run_checks
 from tests.integration.megatron_core.layer import (
+    BALANCED,
     EXPERTS,
     RANKS,
     TOP_K,
@@ -22,18 +24,80 @@ from tests.integration.megatron_core.layer import (
     Parallel,
     build,
     difference,
+    gradients_of,
     groups,
+    has_copied_experts,
     outcome,
     own_spec,
     transformer_config,
 )
 from tests.integration.megatron_core.model import gpt_model, gpt_outcome
+from tests.integration.megatron_core.test_balanced_layers import grouped_experts
 from tests.integration.needs import needs
 
 pytestmark = needs("megatron")
 
-ETP = Parallel(ep=2, etp=2, tp=2)
-OVERLAP = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True}
+TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True}
+SHARED = {"moe_shared_expert_intermediate_size": 16}
+OVERLAP = SHARED | {"moe_shared_expert_overlap": True}
+CAPACITY = {"moe_expert_capacity_factor": 0.5}
+TP, ETP = Parallel(ep=2, tp=2), Parallel(ep=2, etp=2, tp=2)
+UNEQUAL = (6, 3, 9, 5)
+# What the vendors' libraries carry.
+BFLOAT16: dict[str, Any] = {"dtype": torch.bfloat16, "config": {"hidden_size": 256}, "tokens": (32, 32, 9, 9)}
+HYBRIDEP = {"name": "hybridep", "emulate": True}
+DEEPEP = {"name": "deepep", "emulate": True}
+
+# Each division of ranks, each backend and each field of Megatron's, and the pairs of them that meet in our code.
+CASES: dict[str, tuple[Case, dict[str, Any]]] = {
+    "shared experts, unequal tokens": (Case(config=SHARED, tokens=UNEQUAL, seed=4), {}),
+    "unequal tokens, allgather": (Case(tokens=UNEQUAL, seed=5), {"backend": "allgather"}),
+    "exact reduction, debug": (Case(seed=2), {"backend": {"name": "alltoall", "reduction": "exact"}, "debug": True}),
+    "ep 2 of 4, shared experts, overlap, gate": (
+        Case(parallel=Parallel(ep=2), config=OVERLAP | {"moe_shared_expert_gate": True}, seed=14),
+        {},
+    ),
+    "ep 1": (Case(parallel=Parallel(ep=1), seed=7), {"backend": "local"}),
+    "ep 2, tp 2, shared experts, overlap": (Case(parallel=TP, config=OVERLAP, seed=15), {}),
+    "ep 2, etp 2, allgather": (Case(parallel=ETP, seed=10), {"backend": "allgather"}),
+    "ep 1, etp 4": (Case(parallel=Parallel(ep=1, etp=4), seed=11), {}),
+    "etp 2, weights on the input": (Case(parallel=ETP, config=TOP_1, seed=17), {}),
+    "dropped by the router": (Case(config=CAPACITY, seed=18), {}),
+    "balanced": (Case(tokens=UNEQUAL, config=OVERLAP, seed=24), BALANCED),
+    "balanced, ep 2, etp 2, weights on the input": (Case(parallel=ETP, config=TOP_1, seed=27), BALANCED),
+    "balanced, dropped by the router": (Case(config=CAPACITY, seed=28), BALANCED),
+    "a type that is not alltoall": (Case(config={"moe_token_dispatcher_type": "allgather"}, seed=19), {}),
+}
+BFLOAT16_CASES: dict[str, tuple[Case, dict[str, Any]]] = {
+    "hybridep, etp 2": (Case(parallel=ETP, seed=21, **BFLOAT16), {"backend": HYBRIDEP}),
+    "hybridep, balanced": (Case(seed=29, **BFLOAT16), {"backend": HYBRIDEP} | BALANCED),
+    "deepep, etp 2": (Case(parallel=ETP, seed=23, **BFLOAT16), {"backend": DEEPEP}),
+}
+TOLERANCES = dict.fromkeys(CASES, 1e-5) | dict.fromkeys(BFLOAT16_CASES, 1.6e-2)
+
+
+def equal(rank: int, case: Case, given: dict[str, Any]) -> float:
+    """How far our layer is from Megatron's; it must be ours, and its parameters where they were."""
+    from moe_dispatch.integrations.megatron import MegatronDispatcher, convert
+
+    layer = build(own_spec(), case)
+    hidden, keys = case.hidden(rank), list(layer.state_dict())
+    want = outcome(layer, hidden)
+    convert(layer, **given)
+    assert isinstance(layer.token_dispatcher, MegatronDispatcher)
+    assert list(layer.state_dict()) == keys
+    got = outcome(layer, hidden)
+    assert has_copied_experts(layer) == ("balance" in given)
+    layer.token_dispatcher.close()
+    return difference(got, want)
+
+
+def converted(case: Case) -> Any:
+    from moe_dispatch.integrations.megatron import convert
+
+    layer = build(own_spec(), case)
+    convert(layer)
+    return layer
 
 
 def by_spec(rank: int) -> float:
@@ -61,28 +125,18 @@ def converted_gpt(rank: int) -> float:
     return difference(gpt_outcome(model, case, rank), want)
 
 
-def gpt_by_spec(rank: int) -> float:
-    from moe_dispatch.integrations.megatron import DispatchMoELayer, moe_layer_spec
-
-    case = Case(seed=3, parallel=Parallel(ep=2), config={"num_layers": 2})
-    own = gpt_model(case)
-    ours = gpt_model(case, functools.partial(moe_layer_spec, pg_collection=groups(case.parallel)))
-    assert all(isinstance(layer.mlp, DispatchMoELayer) for layer in ours.decoder.layers)
-    ours.load_state_dict(own.state_dict())
-    return difference(gpt_outcome(ours, case, rank), gpt_outcome(own, case, rank))
-
-
-def gpt_by_block_spec(rank: int) -> float:
-    """A dense layer and an MoE layer, as slime and Megatron-Bridge build them."""
+def gpt_by_spec(rank: int, of_block: bool) -> float:
+    """The spec of a layer; and that of a block with a dense layer, as slime and Megatron-Bridge build it."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     from moe_dispatch.integrations.megatron import DispatchMoELayer, moe_layer_spec
 
-    case = Case(seed=10, config={"num_layers": 2, "moe_layer_freq": [0, 1]})
-    spec = get_gpt_decoder_block_spec(transformer_config(case), use_transformer_engine=False, pp_rank=0)
-    own = gpt_model(case, lambda _: spec)
-    ours = gpt_model(case, lambda _: moe_layer_spec(spec, pg_collection=groups(case.parallel)))
-    assert [isinstance(layer.mlp, DispatchMoELayer) for layer in ours.decoder.layers] == [False, True]
+    case = Case(seed=3, parallel=Parallel(ep=2), config={"num_layers": 2, "moe_layer_freq": [0, 1] if of_block else 1})
+    block = get_gpt_decoder_block_spec(transformer_config(case), use_transformer_engine=False, pp_rank=0)
+    own = gpt_model(case, lambda spec: block if of_block else spec)
+    pg_collection = groups(case.parallel)
+    ours = gpt_model(case, lambda spec: moe_layer_spec(block if of_block else spec, pg_collection=pg_collection))
+    assert [isinstance(layer.mlp, DispatchMoELayer) for layer in ours.decoder.layers] == [not of_block, True]
     assert not any(isinstance(layer.mlp, DispatchMoELayer) for layer in own.decoder.layers)
     ours.load_state_dict(own.state_dict())
     return difference(gpt_outcome(ours, case, rank), gpt_outcome(own, case, rank))
@@ -121,9 +175,8 @@ def no_tokens(rank: int) -> float:
         layer.zero_grad()
         output, _ = layer(hidden)
         output.backward(torch.ones_like(output))
-        return {"output": output.detach(), "hidden": gradient(hidden), "probs": gradient(probs_TE)} | {
-            name: weight.grad.clone() for name, weight in layer.named_parameters() if weight.grad is not None
-        }
+        found = {"output": output.detach(), "hidden": gradient(hidden), "probs": gradient(probs_TE)}
+        return found | gradients_of(layer)
 
     want = called()
     convert(layer)
@@ -132,11 +185,8 @@ def no_tokens(rank: int) -> float:
 
 def two_in_flight(rank: int) -> float:
     """Forward twice, then backward twice, the first first: as if one after the other."""
-    from moe_dispatch.integrations.megatron import convert
-
     case = Case(seed=6, parallel=ETP, tokens=(4, 4, 6, 6))
-    layer = build(own_spec(), case)
-    convert(layer)
+    layer = converted(case)
     inputs = [case.hidden(rank), 2 * case.hidden(rank) + 1]
     apart = [outcome(layer, hidden) for hidden in inputs]
     leaves = [hidden.requires_grad_() for hidden in inputs]
@@ -150,29 +200,24 @@ def two_in_flight(rank: int) -> float:
         )
         for output, leaf, one in zip(outputs, leaves, apart, strict=True)
     ]
-    together = {name: weight.grad for name, weight in layer.named_parameters() if weight.grad is not None}
+    together = gradients_of(layer)
     return max(*errors, difference(together, {name: apart[0][name] + apart[1][name] for name in together}))
 
 
-def recomputed(rank: int, use_reentrant: bool) -> float:
-    from moe_dispatch.integrations.megatron import convert
-
+def recomputed(rank: int) -> float:
+    """Reentrant, so that the first forward runs without gradients. Packed layers are recomputed in the other way."""
     case = Case(seed=7, tokens=(6, 3, 9, 5), config=OVERLAP)
-    layer = build(own_spec(), case)
-    convert(layer)
+    layer = converted(case)
     want = outcome(layer, case.hidden(rank))
     forward = layer.forward
-    layer.forward = lambda hidden: checkpoint(forward, hidden, use_reentrant=use_reentrant)
+    layer.forward = lambda hidden: checkpoint(forward, hidden, use_reentrant=True)
     return difference(outcome(layer, case.hidden(rank)), want)
 
 
 def in_pieces(rank: int) -> float:
     """As a transformer layer calls it around partial CUDA graphs: cudagraph_attrs name what it carries on."""
-    from moe_dispatch.integrations.megatron import convert
-
     case = Case(seed=8, config={"moe_shared_expert_intermediate_size": 16})
-    layer = build(own_spec(), case)
-    convert(layer)
+    layer = converted(case)
     want = outcome(layer, case.hidden(rank))["output"]
     dispatcher = layer.token_dispatcher
     layer.fwd_execution_map = "route"
@@ -204,8 +249,8 @@ def padding_mask(rank: int) -> tuple[float, float, bool]:
         layer.zero_grad()
         output, _ = layer(hidden, padding_mask=padding_BS)
         (output * real_SB1).square().sum().backward()
-        grads = {name: weight.grad.clone() for name, weight in layer.named_parameters() if weight.grad is not None}
-        return {"output": output.detach() * real_SB1, "hidden": gradient(hidden)} | grads, output.detach()
+        output = output.detach()
+        return {"output": output * real_SB1, "hidden": gradient(hidden)} | gradients_of(layer), output
 
     want, _ = called()
     convert(layer)
@@ -217,23 +262,59 @@ def padding_mask(rank: int) -> tuple[float, float, bool]:
     return difference(got, want), float((output * ~real_SB1).abs().max()), int(sent.sum()) == real * TOP_K
 
 
+def refused_experts(rank: int) -> float:
+    """Experts that count on the host cannot be graph-safe, and sharded parameters have no copies."""
+    from moe_dispatch.integrations.megatron import convert
+
+    case = Case(seed=10)
+    static: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 32}
+    layer = converted(case)
+    want = outcome(layer, case.hidden(rank))
+    with pytest.raises(
+        ConfigError, match="graph_safe=True needs experts that leave their counts on the device, got Seq"
+    ):
+        convert(layer, **static)
+    got = outcome(layer, case.hidden(rank))  # with the dispatcher that it had
+    layer.experts = grouped_experts(layer, False, case)
+    with pytest.raises(ConfigError, match=r"got TEGroupedMLP\. Use TEGroupedMLP with use_transformer_engine_op_fuser"):
+        convert(layer, **static)
+    layer.config.use_transformer_engine_op_fuser = True
+    convert(layer, **static)
+    assert layer.token_dispatcher.dispatcher.config.graph_safe
+    layer = build(own_spec(), case)
+    convert(layer, **BALANCED)
+    layer.experts.local_experts[0].linear_fc1.weight.__fsdp_param__ = True
+    with pytest.raises(ConfigError, match="balance needs whole parameters, got those of Megatron-FSDP"):
+        layer(case.hidden(rank))
+    return difference(got, want)
+
+
 CHECKS: dict[str, Check] = {
     "by spec": by_spec,
     "a converted GPTModel": converted_gpt,
-    "a GPTModel by spec": gpt_by_spec,
-    "a GPTModel by the spec of its block": gpt_by_block_spec,
+    "a GPTModel by spec": functools.partial(gpt_by_spec, of_block=False),
+    "a GPTModel by the spec of its block": functools.partial(gpt_by_spec, of_block=True),
     "another backend": another_backend,
     "no tokens": no_tokens,
     "two in flight": two_in_flight,
-    "recomputed": functools.partial(recomputed, use_reentrant=False),
-    "recomputed, reentrant": functools.partial(recomputed, use_reentrant=True),
+    "recomputed": recomputed,
     "in pieces": in_pieces,
+    "refused experts": refused_experts,
 }
 
 
 @functools.cache
 def results() -> dict[str, list[Any]]:
-    return run_checks(CHECKS | {"padding mask": padding_mask})
+    cases = {
+        name: functools.partial(equal, case=case, given=given)
+        for name, (case, given) in (CASES | BFLOAT16_CASES).items()
+    }
+    return run_checks(cases | CHECKS | {"padding mask": padding_mask})
+
+
+@pytest.mark.parametrize("name", TOLERANCES)
+def test_a_converted_layer_is_that_of_megatron(name: str) -> None:
+    assert max(require(results()[name])) < TOLERANCES[name]
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.replay import RoutingTable
@@ -37,6 +35,7 @@ from tests.integration.megatron_core.test_packed import (
     case_of,
     drawn,
     params,
+    recompute_layers,
     rows_of_rank,
 )
 from tests.integration.megatron_core.test_packed import called as call
@@ -98,15 +97,13 @@ def replays(rank: int, parallel: Any, how: str) -> float:
     routed, table = Routed(block), table_of(entries())
     replay = RoutingReplay(block, table)
     if "recomputed" in how:
-        for layer in block.layers:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    packed, other = params(), params()
+        recompute_layers(block)
+    packed, other, between = params(), params(), None
     replay.micro_batch(packed, NAMES)
-    if how == "interleaved":  # another micro-batch of other names runs between, as in a pipeline
+    if how == "interleaved":  # another micro-batch of other names runs before the backward, as in a pipeline
         replay.micro_batch(other, [None] * len(NAMES))
-        first = interleaved(block, hidden, real_T, packed, other)
-    else:
-        first = call(block, hidden, real_T, packed_seq_params=packed)
+        between = functools.partial(block, hidden, None, packed_seq_params=other)
+    first = call(block, hidden, real_T, between=between, packed_seq_params=packed)
     for number, map_TE in routed.maps[:LAYERS] + (routed.maps[LAYERS:] if "recomputed" in how else []):
         expected = torch.zeros_like(map_TE).scatter(1, ids_TLK[:, number], True)
         assert (map_TE[real_T] == expected[real_T]).all()
@@ -117,19 +114,6 @@ def replays(rank: int, parallel: Any, how: str) -> float:
     replay.close()
     assert isinstance(block.layers[0].mlp.router.router_replay, RouterReplay)
     return difference(first, want)
-
-
-def interleaved(block: Any, hidden: Tensor, real_T: Tensor, packed: Any, other: Any) -> Outcome:
-    """As ``called``, with the forward of another micro-batch before the backward."""
-    hidden = hidden.clone().requires_grad_()
-    block.zero_grad()
-    output = block(hidden, None, packed_seq_params=packed) * real_T.view(-1, 1, 1)
-    with torch.no_grad():
-        block(hidden, None, packed_seq_params=other)
-    output.square().sum().backward()
-    grads = {name: weight.grad.clone() for name, weight in block.named_parameters() if weight.grad is not None}
-    assert hidden.grad is not None
-    return {"output": output.detach(), "hidden": hidden.grad} | grads
 
 
 def unknown_entries(rank: int) -> tuple[float, float]:
@@ -144,18 +128,18 @@ def unknown_entries(rank: int) -> tuple[float, float]:
     start = slots(dispatcher)
     want = call(block, hidden, real_T, packed_seq_params=params())
     own = torch.stack([map_TE.int().topk(TOP_K, dim=1).indices for _, map_TE in routed.maps], 1)
-    for how, ids in {"unknown": [torch.full_like(part, -1) for part in entries()], "own": cut_up(own)}.items():
-        replay = RoutingReplay(block, table_of(ids))
-        packed = params()
+
+    def replayed(ids: list[Tensor]) -> Outcome:
+        replay, packed = RoutingReplay(block, table_of(ids)), params()
         replay.micro_batch(packed, NAMES)
-        assert difference(call(block, hidden, real_T, packed_seq_params=packed), want) < 1e-5, how
+        found = call(block, hidden, real_T, packed_seq_params=packed)
         replay.close()
+        return found
+
+    for how, ids in {"unknown": [torch.full_like(part, -1) for part in entries()], "own": cut_up(own)}.items():
+        assert difference(replayed(ids), want) < 1e-5, how
     own_choice = slots(dispatcher)
-    replay = RoutingReplay(block, table_of(entries()))
-    packed = params()
-    replay.micro_batch(packed, NAMES)
-    call(block, hidden, real_T, packed_seq_params=packed)
-    replay.close()
+    replayed(entries())
     return share(start, own_choice), share(own_choice, slots(dispatcher))
 
 
@@ -242,6 +226,12 @@ def not_named(rank: int) -> None:
         RoutingReplay(block, RoutingTable(zip(NAMES, entries(), strict=True), num_experts=9))
     with pytest.raises(ConfigError, match=r"the table must have the moe_router_topk of the model \(3\), got 2"):
         RoutingReplay(block, table_of([ids[..., :2] for ids in entries()]))
+    # Layers are counted among the MoE layers of the whole model: these two are its first and its third.
+    for frequency, numbers in ((2, (1, 5)), ([0, 1, 1, 0, 1], (2, 5))):
+        for layer, number in zip(block.layers, numbers, strict=True):
+            layer.layer_number, layer.config.moe_layer_freq = number, frequency
+        with pytest.raises(ConfigError, match=r"got none for \[2\], and \[0, 1\] in"):
+            RoutingReplay(block, table_of(entries()))
     config = block.layers[0].config
     changes: Any = {
         "recompute_granularity": "selective",
@@ -260,8 +250,12 @@ def not_named(rank: int) -> None:
 
 CHECKS: dict[str, Check] = {
     f"{name}, {how}": functools.partial(replays, parallel=parallel, how=how)
-    for name, parallel in {"whole": ALONE, "tp 2, cp 2": SHARDED}.items()
-    for how in ("once", "recomputed", "interleaved", "balanced", "balanced, recomputed")
+    for name, parallel, how in (
+        ("whole", ALONE, "recomputed"),
+        ("whole", ALONE, "interleaved"),
+        ("tp 2, cp 2", SHARDED, "interleaved"),
+        ("tp 2, cp 2", SHARDED, "balanced, recomputed"),
+    )
 }
 
 
@@ -293,16 +287,3 @@ def test_layers_for_multi_token_prediction_choose_by_themselves() -> None:
 
 def test_what_cannot_be_replayed_is_refused() -> None:
     require(results()["not named"])
-
-
-@pytest.mark.filterwarnings("ignore")  # of Megatron's import
-def test_numbers_count_moe_layers_only() -> None:
-    from moe_dispatch.integrations.megatron.replay import _moe_number
-
-    def number(layer_number: int, frequency: Any) -> int:
-        config = SimpleNamespace(moe_layer_freq=frequency)
-        return _moe_number(SimpleNamespace(layer_number=layer_number, config=config))
-
-    assert [number(layer, 1) for layer in (1, 2, 3)] == [0, 1, 2]
-    assert [number(layer, 2) for layer in (1, 3, 5)] == [0, 1, 2]
-    assert [number(layer, [0, 1, 1, 0, 1]) for layer in (2, 3, 5)] == [0, 1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from moe_dispatch import DispatcherConfig
-from moe_dispatch.errors import ConfigError, IntegrationError, StateError
+from moe_dispatch.errors import ConfigError, StateError
+from moe_dispatch.integrations.checks import check_version
 from moe_dispatch_testing import run_ranks
 from tests.integration.needs import needs
 
@@ -44,7 +46,7 @@ def transformer_config(**fields: Any) -> Any:
     return config
 
 
-def derived(*, etp_size: int = 1, pad_multiple: int = 1, given: dict[str, Any] | None = None, **fields: Any) -> Any:
+def derived(given: dict[str, Any] | None = None, *, etp_size: int = 1, pad_multiple: int = 1, **fields: Any) -> Any:
     from moe_dispatch.integrations.megatron.settings import dispatcher_config
 
     config = transformer_config(**fields)
@@ -61,24 +63,17 @@ def groups(*, ep: Any = None, expt_tp: Any = None, tp_ep: Any = None) -> Any:
     return SimpleNamespace(ep=ep or group(), expt_tp=expt_tp or group(), tp_ep=tp_ep)
 
 
+def dispatcher_of_one(given: dict[str, Any] | None = None, **fields: Any) -> Any:
+    from moe_dispatch.integrations.megatron import MegatronDispatcher
+
+    return MegatronDispatcher(8, range(8), transformer_config(**fields), groups(), backend="local", **given or {})
+
+
 def test_the_fields_of_ours() -> None:
-    assert derived() == DispatcherConfig(
-        backend="alltoall", num_experts=8, top_k=2, hidden_size=64, weights="experts", pad_multiple=1
-    )
-
-
-def test_a_part_of_an_expert_is_an_expert() -> None:
-    config = derived(etp_size=2)
-    assert (config.num_experts, config.top_k) == (16, 4)
-
-
-def test_latent_layers_dispatch_their_own_width() -> None:
+    config = derived(etp_size=2)  # a part of an expert is an expert
+    assert config == DispatcherConfig(backend="alltoall", num_experts=16, top_k=4, hidden_size=64, weights="experts")
     assert derived(moe_latent_size=16).hidden_size == 16
-
-
-def test_a_capacity_factor_of_ranks_is_ours() -> None:
-    given = {"max_tokens_per_rank": 32, "on_overflow": "drop"}
-    config = derived(moe_expert_rank_capacity_factor=1.5, given=given)
+    config = derived({"max_tokens_per_rank": 32, "on_overflow": "drop"}, moe_expert_rank_capacity_factor=1.5)
     assert (config.graph_safe, config.capacity_factor, config.on_overflow) == (True, 1.5, "drop")
 
 
@@ -89,79 +84,70 @@ def test_a_capacity_factor_of_ranks_is_ours() -> None:
         ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, 16),
         ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, 32),
         ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, None),
+        ({"fp8": "hybrid", "use_transformer_engine_op_fuser": True}, None),
     ],
 )
 def test_padding_is_what_experts_of_this_version_need(fields: dict[str, Any], multiple: int | None) -> None:
     from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 
-    from moe_dispatch.integrations.megatron import MegatronDispatcher
-
-    config = transformer_config(**fields)
-    dispatcher = MegatronDispatcher(8, range(8), config, groups(), backend="local")
-    found = dispatcher.dispatcher.config.pad_multiple_rows
-    assert found == (get_align_size_for_quantization(config) if multiple is None else multiple)
+    asked = get_align_size_for_quantization(transformer_config(**fields)) if multiple is None else multiple
+    assert dispatcher_of_one(**fields).dispatcher.config.pad_multiple_rows == asked
 
 
-def test_the_op_fuser_pads_more() -> None:
-    from moe_dispatch.integrations.megatron import MegatronDispatcher
-    from moe_dispatch.integrations.megatron.core import VERSION
-
-    config = transformer_config(fp8="hybrid", use_transformer_engine_op_fuser=True)
-    dispatcher = MegatronDispatcher(8, range(8), config, groups(), backend="local")
-    assert dispatcher.dispatcher.config.pad_multiple_rows == (16 if VERSION.startswith("0.16") else 256)
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
+EXACT = {"balance": "exact"}
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"moe_token_dispatcher_type": "flex"}, {}, r'moe_token_dispatcher_type=\'flex\' is not .* Set it to "alltoall"'),
     (
-        {"moe_token_dispatcher_type": "flex"},
-        r'moe_token_dispatcher_type=\'flex\' is not supported. Set it to "alltoall"',
+        {"moe_enable_deepep": True},
+        {},
+        'moe_enable_deepep=True is not supported. Leave it out, and pass backend="deepep"',
     ),
-    ({"moe_enable_deepep": True}, 'moe_enable_deepep=True is not supported. Leave it out, and pass backend="deepep"'),
-    ({"moe_permute_fusion_into_hybridep": True}, "moe_permute_fusion_into_hybridep=True .*fuse_permute"),
-    ({"moe_hybridep_pad_uneven_dispatch_inputs": True}, "moe_hybridep_pad_uneven_dispatch_inputs=True .*row counts"),
-    ({"moe_flex_dispatcher_num_sms": 24}, "moe_flex_dispatcher_num_sms=24 .*num_sms"),
-    ({"moe_ncclep_static_shape": True}, "moe_ncclep_static_shape=True .*graph_safe=True"),
-    ({"moe_ncclep_zero_copy": True}, "moe_ncclep_zero_copy=True is not supported. Leave it out"),
-    ({"moe_pad_expert_input_to_capacity": True}, "moe_pad_expert_input_to_capacity=True .*capacity_factor="),
-    ({"moe_pad_experts_for_cuda_graph_inference": True}, "moe_pad_experts_for_cuda_graph_inference=True .*graph_safe"),
-    ({"moe_paged_stash": True}, "moe_paged_stash=True .*retry_on_overflow"),
+    ({"moe_permute_fusion_into_hybridep": True}, {}, "moe_permute_fusion_into_hybridep=True .*fuse_permute"),
+    ({"moe_hybridep_pad_uneven_dispatch_inputs": True}, {}, "pad_uneven_dispatch_inputs=True .*row counts"),
+    ({"moe_flex_dispatcher_num_sms": 24}, {}, "moe_flex_dispatcher_num_sms=24 .*num_sms"),
+    ({"moe_ncclep_static_shape": True}, {}, "moe_ncclep_static_shape=True .*graph_safe=True"),
+    ({"moe_ncclep_zero_copy": True}, {}, "moe_ncclep_zero_copy=True is not supported. Leave it out"),
+    ({"moe_pad_expert_input_to_capacity": True}, {}, "moe_pad_expert_input_to_capacity=True .*capacity_factor="),
+    ({"moe_pad_experts_for_cuda_graph_inference": True}, {}, "for_cuda_graph_inference=True .*graph_safe"),
+    ({"moe_paged_stash": True}, {}, "moe_paged_stash=True .*retry_on_overflow"),
+    ({"transformer_impl": "inference_optimized"}, {}, 'transformer_impl=.*Use "transformer_engine"'),
+    ({"num_moe_experts": None}, {}, "num_moe_experts must be a positive number, got None"),
+    ({"moe_expert_rank_capacity_factor": 1.5}, {}, "need max_tokens_per_rank|Set on_overflow"),
+    ({"cuda_graph_impl": "local"}, {}, "cuda_graph_impl='local' captures the MoE layer, which needs graph_safe=True"),
+    ({"cuda_graph_impl": "full_iteration"}, {}, "cuda_graph_impl='full_iteration' captures the MoE layer"),
     (
         {"overlap_moe_expert_parallel_comm": True, "cuda_graph_impl": "transformer_engine"},
-        "cuda_graph_impl='transformer_engine' does not work with overlap_moe_expert_parallel_comm=True: a replayed",
+        {},
+        "cuda_graph_impl='transformer_engine' does not work with overlap_moe_expert_parallel_comm=True",
     ),
-    ({"transformer_impl": "inference_optimized"}, 'transformer_impl=.*Use "transformer_engine"'),
-    ({"num_moe_experts": None}, "num_moe_experts must be a positive number, got None. Build a model with MoE layers"),
-    ({"moe_expert_rank_capacity_factor": 1.5}, "need max_tokens_per_rank|Set on_overflow"),
-    ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local' captures the MoE layer, which needs graph_safe=True"),
-    ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl='full_iteration' captures the MoE layer"),
+    ({"fp8": "hybrid"}, EXACT, "balance does not work with fp8='hybrid'"),
+    ({"fp4": "e2m1"}, EXACT, "balance does not work with fp4='e2m1'"),
+    ({"use_transformer_engine_op_fuser": True}, EXACT, "not work with use_transformer_engine_op_fuser=True"),
+    (
+        {"overlap_dispatch_backward_with_experts_wgrad": True},
+        EXACT,
+        "not work with overlap_dispatch_backward_with_experts_wgrad=True",
+    ),
+    ({}, {"balance": "least_loaded", "spare_experts_per_rank": 1}, "balance='least_loaded' and graph_safe=False"),
+    ({}, EXACT | {"graph_safe": True, "max_tokens_per_rank": 8}, "balance='exact' and graph_safe=True. Leave one"),
+    ({}, {"spare_experts_per_rank": 1}, "this integration runs the experts that a rank owns"),
+    ({}, {"num_experts": 4}, "num_experts must be left to Megatron, got 4. It comes from num_moe_experts"),
+    ({}, {"weights": "combine"}, "weights must be left to Megatron, got 'combine'. It comes from its experts"),
+    ({}, {"chunk_tokens": 4}, r"runs its experts once for all rows of a call.* got chunk_tokens=4"),
+    (
+        {},
+        {"wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32},
+        r'read no quantised rows, got deliver="quantised"\. Leave deliver out',
+    ),
+    ({}, {"pad_multiple": 24}, "pad_multiple must be a multiple of 16, which the precision of the experts needs, got"),
+    ({}, {"padmultiple": 16}, "padmultiple"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"), REFUSED, ids=lambda value: "-".join(value) if isinstance(value, dict) else ""
-)
-def test_settings_that_cannot_be_are_refused_by_name(fields: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(("fields", "given", "text"), REFUSED, ids=[", ".join([*one, *two]) for one, two, _ in REFUSED])
+def test_settings_that_cannot_be_are_refused_by_name(fields: dict[str, Any], given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        derived(**fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "given", "text"),
-    [
-        ({"fp8": "hybrid"}, {}, "balance does not work with fp8='hybrid': transformer-engine keeps quantised weights"),
-        ({"fp4": "e2m1"}, {}, "balance does not work with fp4='e2m1'"),
-        ({"use_transformer_engine_op_fuser": True}, {}, "use_transformer_engine_op_fuser=True: the fused operators"),
-        ({"overlap_dispatch_backward_with_experts_wgrad": True}, {}, "overlap_dispatch_backward_with_experts_wgrad"),
-        ({}, {"balance": "least_loaded", "spare_experts_per_rank": 1}, "got balance='least_loaded' and graph_safe=F"),
-        ({}, {"graph_safe": True, "max_tokens_per_rank": 8}, "got balance='exact' and graph_safe=True. Leave one"),
-        ({}, {"balance": None, "spare_experts_per_rank": 1}, "this integration runs the experts that a rank owns"),
-    ],
-)
-def test_balance_is_refused_by_name_where_it_cannot_be(
-    fields: dict[str, Any], given: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(ConfigError, match=text):
-        derived(etp_size=4, given={"balance": "exact", **given}, **fields)
+        derived(given, pad_multiple=16, **fields)
 
 
 def test_balance_needs_parameters_for_each_expert() -> None:
@@ -172,11 +158,6 @@ def test_balance_needs_parameters_for_each_expert() -> None:
     one_for_all = nn.ModuleDict({"linear_fc1": nn.Linear(2, 2)})
     with pytest.raises(ConfigError, match=r"got 'linear_fc1\.weight' in .*, without moe_single_grouped_weight"):
         SlotExperts(one_for_all)
-    experts = nn.Module()
-    experts.local_experts = nn.ModuleList([nn.Linear(2, 2)])
-    experts.local_experts[0].weight.__fsdp_param__ = True  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match="balance needs whole parameters, got those of Megatron-FSDP"):
-        SlotExperts(experts)._gathered_parameters()
 
 
 @pytest.mark.parametrize("field", ["cuda_graph_scope", "cuda_graph_modules"])
@@ -190,28 +171,6 @@ def test_graphs_of_the_router_alone_need_nothing(field: str) -> None:
     assert not captured([SimpleNamespace(name="moe_router")])
     for scope in ([], ["moe"], "full", ["attn", "full_iteration"], [SimpleNamespace(name="moe")]):
         assert captured(scope)
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"num_experts": 4}, "num_experts must be left to Megatron, got 4. It comes from num_moe_experts"),
-        ({"weights": "combine"}, "weights must be left to Megatron, got 'combine'. It comes from its experts"),
-        (
-            {"chunk_tokens": 4},
-            r"runs its experts once for all rows of a call.* got chunk_tokens=4\. Leave chunk_tokens out",
-        ),
-        (
-            {"wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32},
-            r'which read no quantised rows, got deliver="quantised"\. Leave deliver out',
-        ),
-        ({"pad_multiple": 24}, "pad_multiple must be a multiple of 16, which the precision of the experts needs, got"),
-        ({"padmultiple": 16}, "padmultiple"),
-    ],
-)
-def test_fields_that_do_not_fit_are_refused(given: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        derived(pad_multiple=16, given=given)
 
 
 @pytest.mark.parametrize(
@@ -235,32 +194,16 @@ def test_experts_in_other_places_are_refused(experts: int, indices: range, found
         MegatronDispatcher(len(indices), indices, transformer_config(num_moe_experts=experts), found)
 
 
-def test_a_model_without_moe_layers_is_refused() -> None:
+def test_a_model_without_moe_layers_is_refused_but_not_a_stage_of_one() -> None:
     from moe_dispatch.integrations.megatron import convert
 
     with pytest.raises(ConfigError, match=r"convert: the model \(Linear\) has no MoE layers. Set num_moe_e"):
         convert(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"the model \(Linear, Linear\) has no MoE layers"):
         convert([nn.Linear(2, 2), nn.Linear(2, 2)])
-
-
-def test_a_stage_of_dense_layers_is_left_alone() -> None:
-    from moe_dispatch.integrations.megatron import convert
-
     stage = nn.Linear(2, 2)
     stage.config = transformer_config()
     convert(stage)
-
-
-def test_a_spec_without_an_moe_layer_is_refused() -> None:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    from moe_dispatch.integrations.megatron import moe_layer_spec
-
-    with pytest.raises(ConfigError, match="moe_layer_spec: the spec must hold an MoE layer, got"):
-        moe_layer_spec(get_gpt_layer_local_spec())
-    with pytest.raises(ConfigError, match="moe_layer_spec: the spec must hold an MoE layer, got None"):
-        moe_layer_spec(None)
 
 
 def test_specs_of_blocks() -> None:
@@ -284,13 +227,13 @@ def test_specs_of_blocks() -> None:
 
     dense = build(transformer_config(num_layers=2, moe_layer_freq=[0, 0]))
     assert moe_layer_spec(dense) is dense
+    for without in (dense.layer_specs[0], None):
+        with pytest.raises(ConfigError, match="moe_layer_spec: the spec must hold an MoE layer, got"):
+            moe_layer_spec(without)
 
 
 def test_phases_out_of_order_are_refused() -> None:
-    from moe_dispatch.integrations.megatron import MegatronDispatcher
-
-    dispatcher = MegatronDispatcher(8, range(8), transformer_config(), groups(), backend="local", name="mlp 3")
-    hidden = torch.zeros(4, 1, 64)
+    dispatcher, hidden = dispatcher_of_one({"name": "mlp 3"}), torch.zeros(4, 1, 64)
     with pytest.raises(StateError, match="token_dispatch: dispatch_preprocess must come before it, got no ids"):
         dispatcher.token_dispatch(hidden, torch.ones(4, 2))
     with pytest.raises(StateError, match="dispatch_postprocess: token_dispatch must come before it, got nothing in fl"):
@@ -300,48 +243,14 @@ def test_phases_out_of_order_are_refused() -> None:
 
 
 def test_a_balanced_dispatcher_that_was_set_by_hand_is_refused() -> None:
-    from moe_dispatch.integrations.megatron import MegatronDispatcher
-
-    dispatcher = MegatronDispatcher(8, range(8), transformer_config(), groups(), backend="local", balance="exact")
+    dispatcher = dispatcher_of_one(EXACT)
     dispatcher.dispatch_preprocess(torch.zeros(3, 64), torch.eye(3, 8).bool(), torch.eye(3, 8))
     sent = dispatcher.token_dispatch(torch.zeros(3, 64), torch.ones(3, 2))
     with pytest.raises(StateError, match=r"balance needs experts that run on expert slots, got .* Call convert on the"):
         dispatcher.dispatch_postprocess(*sent)
 
 
-def test_experts_that_count_on_the_host_cannot_be_graph_safe() -> None:
-    from moe_dispatch.integrations.megatron.layers import _check_experts
-
-    class SequentialMLP:
-        config = SimpleNamespace()
-
-    class TEGroupedMLP:
-        config = SimpleNamespace(use_transformer_engine_op_fuser=True)
-
-    closed: list[int] = []
-
-    def dispatcher(graph_safe: bool) -> Any:
-        config = SimpleNamespace(graph_safe=graph_safe)
-        return SimpleNamespace(dispatcher=SimpleNamespace(config=config), close=lambda: closed.append(1))
-
-    with pytest.raises(ConfigError, match=r"graph_safe=True needs experts that leave their counts on the device, got"):
-        _check_experts(SequentialMLP(), dispatcher(graph_safe=True))
-    _check_experts(SequentialMLP(), dispatcher(graph_safe=False))
-    _check_experts(TEGroupedMLP(), dispatcher(graph_safe=True))
-    TEGroupedMLP.config.use_transformer_engine_op_fuser = False
-    with pytest.raises(ConfigError, match=r"got TEGroupedMLP. Use TEGroupedMLP with use_transformer_engine_op_fuser"):
-        _check_experts(TEGroupedMLP(), dispatcher(graph_safe=True))
-    assert len(closed) == 2
-
-
-def test_the_version_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_dispatch._support import SUPPORT
-    from moe_dispatch.integrations import checks
-    from moe_dispatch.integrations.megatron.core import VERSION
-
-    assert VERSION in SUPPORT["megatron-core"].tested
-    monkeypatch.setattr(checks, "version", lambda package: "0.15.3")
-    with pytest.raises(
-        IntegrationError, match=r"megatron-core 0.15.3 is older than 0.16.0. Tested versions: 0.16.1, 0.19"
-    ):
-        checks.check_version("megatron-core")
+def test_this_version_is_a_tested_one() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_version("megatron-core")
