@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import runpy
 import shlex
@@ -26,6 +27,13 @@ _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # A path in backticks: it has a folder and an ending.
 _PATH = re.compile(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|md|toml|txt))`")
+
+
+@pytest.fixture(autouse=True)
+def of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a page registers or sets ends with the test, and it meets nothing of another one."""
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    monkeypatch.setattr("os.environ", {})
 
 
 def _name(page: Path) -> str:
@@ -75,7 +83,7 @@ def test_design_notes_are_numbered_and_have_a_status() -> None:
         ("layouts.md", "", lambda names: names["hidden"].shape == (20, 64)),
         # What follows needs tensorboard: tests/integration/test_metrics_page.py.
         ("tuning.md", "## TensorBoard", lambda names: names["bias"].any() and not names["metrics"].bytes_sent),
-        ("writing-a-backend.md", "", lambda names: names["report"].passed),
+        pytest.param("writing-a-backend.md", "", lambda names: names["report"].passed, marks=pytest.mark.slow),
         (
             "your-model.md",
             "",
@@ -83,23 +91,19 @@ def test_design_notes_are_numbered_and_have_a_status() -> None:
         ),
     ],
 )
-def test_code_of_the_page_runs(
-    page: str, until: str, holds: Callable[[dict[str, Any]], bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_the_page_runs(page: str, until: str, holds: Callable[[dict[str, Any]], bool]) -> None:
     """The condition is on a name of the last block, so it tells that the blocks ran to the end."""
-    monkeypatch.setattr(registry, "_REGISTERED", {})
     torch.manual_seed(0)
     assert holds(run_page(page, until))
 
 
-def test_code_of_the_page_on_configuration_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("os.environ", {})
+def test_code_of_the_page_on_configuration_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     block = re.search(r"^```yaml\n# (\S+)\n.*?^```$", text, re.MULTILINE | re.DOTALL)
     assert block is not None
     (tmp_path / block[1]).write_text("\n".join(block[0].splitlines()[1:-1]), encoding="utf-8")
-    assert run_page("configuration.md")["config"].backend_name == "allgather"
+    with contextlib.chdir(tmp_path):
+        assert run_page("configuration.md")["config"].backend_name == "allgather"
 
 
 def test_each_reported_failure_names_a_test_that_exists_or_is_not_served() -> None:

@@ -48,13 +48,13 @@ def test_every_public_name_is_on_the_page() -> None:
         assert not ON_PAGE[module] - names, f"the page names what {module} does not export"
 
 
-@pytest.mark.parametrize("model", [DispatcherConfig, ConstraintOverrides])
-def test_constructors_of_pydantic_classes_list_their_fields(model: Any) -> None:
+def test_constructors_of_pydantic_classes_list_their_fields() -> None:
     griffe = pytest.importorskip("griffe", reason="the packages of the docs extra are not installed")
     extensions = griffe.load_extensions(str(ROOT / "docs" / "pydantic_fields.py"))
     package: Any = griffe.load("moe_dispatch", search_paths=[str(ROOT)], extensions=extensions)
-    parameters = package[f"config.{model.__name__}"].parameters
-    assert [parameter.name for parameter in parameters] == ["self", *model.model_fields]
-    assert "Annotated" not in " ".join(str(parameter.annotation) for parameter in parameters)
-    required = [parameter.name for parameter in parameters if parameter.default is None]
-    assert required == ["self", *(name for name, field in model.model_fields.items() if field.is_required())]
+    for model in (DispatcherConfig, ConstraintOverrides):
+        parameters = package[f"config.{model.__name__}"].parameters
+        assert [parameter.name for parameter in parameters] == ["self", *model.model_fields]
+        assert "Annotated" not in " ".join(str(parameter.annotation) for parameter in parameters)
+        required = [parameter.name for parameter in parameters if parameter.default is None]
+        assert required == ["self", *(name for name, field in model.model_fields.items() if field.is_required())]

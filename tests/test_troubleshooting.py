@@ -133,4 +133,4 @@ def test_a_rank_that_leaves_the_layer_out_shows_as_the_quoted_timeout() -> None:
 
     (symptom,) = quoted("The job hangs")
     with pytest.raises(RuntimeError, match=symptom):
-        run_ranks(body, 2, timeout=datetime.timedelta(seconds=1))
+        run_ranks(body, 2, timeout=datetime.timedelta(seconds=0.5))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch._quantisation import Quantised
 from moe_dispatch.backends import (
     Arrived,
     Backend,
@@ -18,7 +16,6 @@ from moe_dispatch.backends import (
     Constraints,
     MoEShape,
     Rejected,
-    Route,
     Sizes,
     Usable,
 )
@@ -67,33 +64,10 @@ class Halved(Planted):
 
 @final
 class HalvedBackend(PlantedBackend):
-    """Its routes are those of ``alltoall``, but for ``combine``."""
+    """Halves the weights of the rows."""
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        arrived = super().dispatch(rows_TD, ids_TK, weights_TK, sizes)
-        return dataclasses.replace(arrived, route=HalvedRoute(inner=arrived.route))
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class HalvedRoute(Route):
-    """Loses half in ``combine``, and only there."""
-
-    inner: Route
-
-    def send(self, rows_TD: Tensor) -> Tensor | Quantised:
-        return self.inner.send(rows_TD)
-
-    def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
-        return self.inner.combine(rows_RD, weights_R) * 0.5
-
-    def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.inner.dispatch_backward(grad_RD, grad_R)
-
-    def combine_backward(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.inner.combine_backward(grad_TD * 0.5, rows_RD, weights_R)
+        return super().dispatch(rows_TD, ids_TK, 0.5 * weights_TK, sizes)
 
 
 @final

@@ -22,27 +22,40 @@ SHOWN = re.findall(r"^```sh\nmoe-dispatch ([^\n]*)\n```\n[^`]*?```text\n(.*?)^``
 FEW = ("skewed", "wire_bfloat16", "wire_float8", "skewed_graph_safe", "balanced_graph_safe")
 
 
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the example of a backend installed."""
+    monkeypatch.syspath_prepend(ROOT / "examples" / "own_backend")
+    monkeypatch.chdir(ROOT)
+
+
 def without_numbers(text: str) -> str:
     """One line, with # for each number: where lines break depends on them."""
     return re.sub(r"[\s─]+", " ", re.sub(r"-?\d[\d.]*(e[+-]\d+)?", "#", text)).strip()
 
 
-@pytest.mark.parametrize(("arguments", "output"), SHOWN, ids=[arguments.split()[0] for arguments, _ in SHOWN])
-def test_output_on_the_page(arguments: str, output: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def few_scenarios(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kit, "SCENARIOS", tuple(one for one in SCENARIOS if one.name in FEW))
+
+
+@pytest.mark.usefixtures("few_scenarios")
+@pytest.mark.parametrize(
+    ("arguments", "output"),
+    [pytest.param(*shown, marks=[pytest.mark.slow] if shown[0] != "doctor" else [], id=shown[0]) for shown in SHOWN],
+)
+def test_output_on_the_page(arguments: str, output: str, command: Command) -> None:
     if torch.cuda.is_available() or find_spec("deep_ep") is not None:
         pytest.skip("the page was made without")
-    monkeypatch.setattr(kit, "SCENARIOS", tuple(one for one in SCENARIOS if one.name in FEW))
-    monkeypatch.syspath_prepend(ROOT / "examples" / "own_backend")
-    monkeypatch.chdir(ROOT)
     answer = command(*shlex.split(arguments))
     assert answer.status == 0
     pattern = ".*".join(re.escape(without_numbers(part)) for part in output.split("[...]"))
     assert re.fullmatch(pattern, without_numbers(answer.out)), without_numbers(answer.out)
 
 
-def test_numbers_of_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_check() -> None:
     """``check`` runs few scenarios above, so its numbers are counted here."""
-    monkeypatch.syspath_prepend(ROOT / "examples" / "own_backend")
+    assert [arguments.split()[0] for arguments, _ in SHOWN] == ["doctor", "check", "compare"]
     arguments, output = next(shown for shown in SHOWN if shown[0].startswith("check"))
     ring = parse_backend(arguments.split()[1]).load().name
     scenarios: dict[str, set[str]] = defaultdict(set)
@@ -50,7 +63,3 @@ def test_numbers_of_check(monkeypatch: pytest.MonkeyPatch) -> None:
         scenarios[excuse.reason].add(excuse.scenario)
     counted = [*map(len, scenarios.values()), len(list(kit.conformance_cases(ring)))]
     assert [int(number) for number in re.findall(r"(\d+) (?:scenarios|cases)", output)] == counted
-
-
-def test_page_shows_every_command() -> None:
-    assert [arguments.split()[0] for arguments, _ in SHOWN] == ["doctor", "check", "compare"]

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing import RankFailed
 from moe_dispatch_tools.place import Place
-from moe_dispatch_tools.ranks import Send, _place_here, num_ranks, on_ranks
+from moe_dispatch_tools.ranks import Send, num_ranks, on_ranks
 
 ROOT = Path(__file__).parents[2]
 UNDER_TORCHRUN = """
@@ -64,49 +65,47 @@ def test_rank_of_torchrun_that_fails_is_told_once(tmp_path: Path) -> None:
     assert lines[2].strip().endswith("ArithmeticError: planted on rank 1")
 
 
-def in_a_pod(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
-    """Set the variables that an operator of Kubernetes sets in a pod; torchrun would set LOCAL_RANK too."""
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", **environment}.items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture
+def in_a_pod(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set the variables that an operator of Kubernetes sets in a pod, and further ones. Ranks wait for 0.2 s."""
+    monkeypatch.setattr("moe_dispatch_tools.place.TIMEOUT", timedelta(seconds=0.2))
+
+    def set_all(**environment: str) -> None:
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", **environment}.items():
+            monkeypatch.setenv(name, value)
+
+    return set_all
 
 
-def test_rank_in_a_pod_is_alone_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_a_pod(monkeypatch)
-    assert (num_ranks(4), _place_here()) == (2, (0, 1))
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(
-        ConfigError, match=r"LOCAL_RANK and LOCAL_WORLD_SIZE must be set together, got only LOCAL_RANK\."
-    ):
-        _place_here()
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert _place_here() == (1, 2)
-    monkeypatch.delenv("LOCAL_RANK")
-    with pytest.raises(ConfigError, match=r"got only LOCAL_WORLD_SIZE\. Set both; or set neither"):
-        _place_here()
-
-
-def test_rank_that_does_not_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_a_pod(monkeypatch)
-    with pytest.raises(
-        RankFailed, match=r"rank 0 of 2 cannot join .*MASTER_ADDR expected, but not set\. Start .*; or unset RANK, and"
-    ):
-        on_ranks(raising_rank, 4, on_message=lambda message: None)
-
-
-def test_rank_that_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_dispatch_tools.place.TIMEOUT", timedelta(seconds=1))
-    in_a_pod(monkeypatch, RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="9")
-    with pytest.raises(RankFailed, match=r"rank 1 of 2 cannot join the other ranks: .*127\.0\.0\.1.*Start all of them"):
+@pytest.mark.parametrize(
+    ("environment", "kind", "told"),
+    [
+        ({"LOCAL_RANK": "1"}, ConfigError, "must be set together, got only LOCAL_RANK"),
+        ({"LOCAL_WORLD_SIZE": "2"}, ConfigError, "got only LOCAL_WORLD_SIZE"),
+        ({}, RankFailed, r"rank 0 of 2 cannot join .*MASTER_ADDR expected, but not set\. Start .*; or unset RANK"),
+        (
+            {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"},
+            RankFailed,
+            r"rank 1 of 2 cannot join the other ranks: .*127\.0\.0\.1.*Start all of them",
+        ),
+    ],
+)
+def test_rank_in_a_pod_that_meets_nobody(
+    environment: dict[str, str], kind: type[Exception], told: str, in_a_pod: Callable[..., None]
+) -> None:
+    in_a_pod(**environment)
+    assert num_ranks(4) == 2
+    with pytest.raises(kind, match=told):
         on_ranks(raising_rank, 4, on_message=lambda message: None)
 
 
 @pytest.mark.slow
-def test_doctor_in_two_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_in_two_pods(in_a_pod: Callable[..., None]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    in_a_pod(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PYTHONPATH=str(ROOT))
+    in_a_pod(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PYTHONPATH=str(ROOT))
     command = [sys.executable, "-m", "moe_dispatch_tools", "doctor", "-b", "alltoall", "--json"]
     pods = [
         subprocess.Popen(

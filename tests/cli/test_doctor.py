@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_dispatch.backends import register_backend
+from moe_dispatch.backends import Constraints, register_backend
 from moe_dispatch.errors import PeerError
 from moe_dispatch_testing import RankFailed
 from moe_dispatch_tools import machine
 from moe_dispatch_tools.doctor import self_tests
-from tests.cli.conftest import Command, on_threads
-from tests.cli.planted import Absent, Halved, Raising
+from tests.cli.conftest import Command
+from tests.cli.planted import Absent, Halved, Planted, Raising
 
 SMALL = ("--num-experts", "8", "--top-k", "2", "--hidden", "512")
 
@@ -45,43 +46,37 @@ def test_what_can_be_used_is_tested(command: Command) -> None:
     assert by_place["torch", "cpu"]["self_test"]["passed"] is True
     assert by_place["te", "cpu"]["reason"].startswith("transformer-engine's kernels run on CUDA devices only")
     assert len(by_place) == 6
-
-
-def test_constraints_are_said_in_sentences(command: Command) -> None:
     shown = command("doctor", *SMALL, "-b", "alltoall").out
     told = "on 2 ranks: supports wire_dtype bfloat16, float8_e4m3fn, mxfp8; supports graph-safe mode; "
-    assert shown.endswith(f"{told}supports torch.compile\n")
+    assert shown.endswith(f"{told}supports torch.compile\n"), "constraints are sentences"
 
 
-def test_toolkit_that_hybridep_needs_is_looked_for(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def broken_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A toolkit of CUDA without its libraries, an NCCL that is newer than torch's, and no deep_ep."""
     monkeypatch.setattr("torch.version.cuda", "13.1")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvcc").touch()
-    shown = command("doctor", *SMALL, "-b", "local").out
-    assert f"\nCUDA_HOME: {tmp_path}, without lib64/libcudart*, which HybridEP needs\n" in shown
-    (tmp_path / "lib64").mkdir()
-    (tmp_path / "lib64" / "libcudart.so.13").touch()
-    assert f"\nCUDA_HOME: {tmp_path}\n" in command("doctor", *SMALL, "-b", "local").out
-
-
-def test_nccl_is_that_which_is_loaded(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "loaded_nccl", lambda: (2, 32, 3))
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 0))
-    assert "NCCL 2.32.3," in command("doctor", *SMALL, "-b", "local").out
-
-
-def test_missing_library_is_told_and_what_emulates_it(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_dispatch.backends.deep_ep.library.find_spec", lambda name: None)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    return tmp_path
+
+
+def test_libraries_of_deep_ep_are_looked_for(command: Command, broken_cuda: Path) -> None:
     backend = named(found(command, "--backend", "deepep", status=1), "deepep")
     assert backend["reason"] == "no module named 'deep_ep' is installed"
     assert backend["emulations"] == ["v1.2.1", "v2-2.1.0", "v2.5.0"]
     assert backend["constraints"] == {}
-    answer = command("doctor", "--backend", "deepep")
-    assert "deepep: not usable: no module named 'deep_ep' is installed" in answer.out
-    assert "can be emulated (--emulated): v1.2.1, v2-2.1.0, v2.5.0" in answer.out
+    shown = command("doctor", "--backend", "deepep").out
+    assert "deepep: not usable: no module named 'deep_ep' is installed" in shown
+    assert "can be emulated (--emulated): v1.2.1, v2-2.1.0, v2.5.0" in shown
+    assert "NCCL 2.32.3," in shown, "the one that is loaded"
+    assert f"\nCUDA_HOME: {broken_cuda}, without lib64/libcudart*, which HybridEP needs\n" in shown
+    (broken_cuda / "lib64").mkdir()
+    (broken_cuda / "lib64" / "libcudart.so.13").touch()
+    assert f"\nCUDA_HOME: {broken_cuda}\n" in command("doctor", "--backend", "deepep").out
 
 
 def test_emulations_are_tested_on_request(command: Command) -> None:
@@ -91,6 +86,13 @@ def test_emulations_are_tested_on_request(command: Command) -> None:
     assert all((one["self_test"]["passed"], one["self_test"]["ranks"]) == (True, 2) for one in emulated)
     assert named(report, "hybridep", "hybridep-34152ae")["constraints"]["row_multiple"] == 64
     assert named(report, "deepep", "v2-2.1.0")["constraints"]["group_sizes"] == "1 to 1024"
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_topology_is_that_of_the_ranks(command: Command) -> None:
+    topology = found(command, "--ranks", "4", "-b", "alltoall")["topology"]
+    assert (topology["ranks"], topology["nodes"], topology["ranks_per_node"]) == (4, 2, 2)
+    assert topology["transport"] == "gloo"
 
 
 def test_model_that_cannot_be_tested_here_is_no_failure(command: Command) -> None:
@@ -111,7 +113,7 @@ def test_failed_self_test_is_the_answer(command: Command) -> None:
     assert "failed halved: version" in command("doctor", *SMALL, "-b", "halved").out
 
 
-def test_rank_that_fails_costs_one_self_test(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_fails_costs_one_self_test(command: Command) -> None:
     register_backend(Raising)
     report = found(command, status=1)
     assert named(report, "raising")["self_test"] == {
@@ -121,50 +123,27 @@ def test_rank_that_fails_costs_one_self_test(command: Command, monkeypatch: pyte
         "error": "a rank of 2: planted in dispatch",
     }
     assert report["permutations"][0]["self_test"]["passed"] is True, "what comes after it is tested"
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    answer = command("doctor", *SMALL, "-b", "raising")
+    answer = command("doctor", *SMALL, "-b", "raising", env={"RANK": "0", "WORLD_SIZE": "2"})
     assert (answer.status, answer.out) == (2, ""), "torchrun's ranks cannot be started anew"
     assert answer.error == "Error: a rank of 2: planted in dispatch\n"
 
 
-def test_other_ranks_of_torchrun_leave_the_answer_to_the_first(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_of_torchrun_leave_the_answer_to_the_first(command: Command) -> None:
     register_backend(Halved)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    answer = command("doctor", *SMALL, "-b", "halved")
-    assert (answer.status, answer.out, answer.error) == (0, "", "")
-    answer = command("doctor", *SMALL, "-b", "altoall")
-    assert (answer.status, answer.out, answer.error) == (2, "", "")
+    for name, status in (("halved", 0), ("altoall", 2)):
+        answer = command("doctor", *SMALL, "-b", name, env={"RANK": "1", "WORLD_SIZE": "2"})
+        assert (answer.status, answer.out, answer.error) == (status, "", "")
 
 
-def test_backend_that_another_rank_refuses_has_failed(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*arguments: object, **options: object) -> None:
-        raise PeerError("rank 1 refused: no device")
+def test_whatever_a_third_party_raises_is_told(command: Command) -> None:
+    class Unbounded(Planted):
+        name = "unbounded"
 
-    monkeypatch.setattr(self_tests, "build_dispatcher", refused)
-    test = named(found(command, "-b", "alltoall", status=1), "alltoall")["self_test"]
-    assert (test["passed"], test["error"]) == (False, "rank 1 refused: no device")
+        def constraints(self, shape: object) -> Constraints:
+            raise ArithmeticError("planted in constraints")
 
-
-def test_failure_before_any_test_is_an_error(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*arguments: object) -> None:
-        raise RankFailed("rank 0 of 2: no store")
-
-    monkeypatch.setattr(self_tests, "on_ranks", failing)
-    answer = command("doctor")
-    assert (answer.status, answer.error) == (2, "Error: rank 0 of 2: no store\n")
-
-
-def test_whatever_a_third_party_raises_is_told(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def raising(*arguments: object) -> None:
-        raise ArithmeticError("planted in constraints")
-
-    register_backend(Raising)
-    monkeypatch.setattr(Raising, "constraints", raising)
-    backend = named(found(command, "-b", "raising", status=1), "raising")
+    register_backend(Unbounded)
+    backend = named(found(command, "-b", "unbounded", status=1), "unbounded")
     assert "planted in constraints" in backend["self_test"]["error"]
     assert (backend["constraints"], backend["self_test"]["passed"]) == ({}, False)
 
@@ -176,24 +155,18 @@ def test_rejected_backend_is_told(command: Command) -> None:
     assert found(command, "-b", "absent", status=1)["permutations"] == []
 
 
-def test_unknown_backend_is_an_error_with_a_hint(command: Command) -> None:
-    answer = command("doctor", "--backend", "altoall")
-    assert (answer.status, answer.out) == (2, "")
-    assert answer.error.startswith("Error: Unknown backend 'altoall'. Known backends: ")
-    assert answer.error.endswith("Did you mean 'alltoall'? [MD01]\n")
+def test_failures_of_ranks_are_told(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that another rank refuses has failed; ranks that fail before any test are an error."""
 
+    def raising(error: Exception) -> Callable[..., None]:
+        def failing(*arguments: object, **options: object) -> None:
+            raise error
 
-def test_backend_with_options_is_an_error_with_the_way_out(command: Command) -> None:
-    answer = command("doctor", "--backend", "alltoall+reduction=exact")
-    assert answer.status == 2
-    assert (
-        "must be a name without options, got 'alltoall+reduction=exact'. Write --backend alltoall, or" in answer.error
-    )
+        return failing
 
-
-def test_topology_is_that_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_tests, "on_ranks", on_threads)
-    hosts = iter(["a", "a", "b", "b"])
-    monkeypatch.setattr("socket.gethostname", lambda: next(hosts))
-    _, topology = self_tests.run_self_tests({}, 4, lambda done, of: None)
-    assert (topology["ranks"], topology["nodes"], topology["transport"]) == (4, 2, "gloo")
+    monkeypatch.setattr(self_tests, "build_dispatcher", raising(PeerError("rank 1 refused: no device")))
+    test = named(found(command, "-b", "alltoall", status=1), "alltoall")["self_test"]
+    assert (test["passed"], test["error"]) == (False, "rank 1 refused: no device")
+    monkeypatch.setattr(self_tests, "on_ranks", raising(RankFailed("rank 0 of 2: no store")))
+    answer = command("doctor")
+    assert (answer.status, answer.error) == (2, "Error: rank 0 of 2: no store\n")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import json
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from moe_dispatch.config import ConstraintOverrides
 from moe_dispatch.errors import ConfigError
 
 SIZES: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64}
+EXACT = {"name": "alltoall", "reduction": "exact"}
 YAML = """format: 1
 backend: {name: alltoall, reduction: exact}
 num_experts: 8
@@ -43,9 +44,8 @@ def test_file(tmp_path: Path, suffix: str) -> None:
 
     text = json.dumps(yaml.safe_load(YAML)) if suffix == "json" else YAML
     config = DispatcherConfig.load(_write(tmp_path, f"moe.{suffix}", text), environment={})
-    backend = {"name": "alltoall", "reduction": "exact"}
     constraints = ConstraintOverrides(row_multiple=64)
-    assert config == DispatcherConfig(**SIZES, backend=backend, pad_multiple="fp8", constraints=constraints)
+    assert config == DispatcherConfig(**SIZES, backend=EXACT, pad_multiple="fp8", constraints=constraints)
 
 
 def test_keywords_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
@@ -55,16 +55,10 @@ def test_keywords_win_over_the_environment_and_that_over_the_file(tmp_path: Path
     assert (config.backend, config.pad_multiple, config.debug) == ("alltoall", 16, True)
 
 
-def test_the_process_environment_swaps_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOE_DISPATCH_BACKEND", "allgather")
-    assert DispatcherConfig.load(**SIZES).backend == "allgather"
-    assert DispatcherConfig(**SIZES).backend == "auto"
-
-
 @pytest.mark.parametrize(
     ("variable", "text", "value"),
     [
-        ("backend", '{"name": "alltoall", "reduction": "exact"}', {"name": "alltoall", "reduction": "exact"}),
+        ("backend", json.dumps(EXACT), EXACT),
         ("pad_multiple", "mxfp8", "mxfp8"),
         ("pad_multiple", "48", 48),
         ("debug", "true", True),
@@ -105,46 +99,30 @@ def test_links_to_services_of_kubernetes_are_ignored(service: str) -> None:
 @pytest.mark.parametrize(
     ("file", "environment", "backend"),
     [
-        ("alltoall", {"BACKEND__REDUCTION": "exact"}, {"name": "alltoall", "reduction": "exact"}),
-        (
-            {"name": "alltoall", "reduction": "exact"},
-            {"BACKEND__PAIR_ROWS": '"worst"'},
-            {"name": "alltoall", "reduction": "exact", "pair_rows": "worst"},
-        ),
-        (
-            {"name": "hybridep", "emulate": True},
-            {"BACKEND": "alltoall", "BACKEND__REDUCTION": "exact"},
-            {"name": "alltoall", "reduction": "exact"},
-        ),
-        (
-            {"name": "alltoall", "reduction": "exact"},
-            {"BACKEND__NAME": "local"},
-            {"name": "local", "reduction": "exact"},
-        ),
+        ("alltoall", {"BACKEND__REDUCTION": "exact"}, EXACT),
+        (EXACT, {"BACKEND__PAIR_ROWS": '"worst"'}, {**EXACT, "pair_rows": "worst"}),
+        ({"name": "hybridep", "emulate": True}, {"BACKEND": "alltoall", "BACKEND__REDUCTION": "exact"}, EXACT),
+        (EXACT, {"BACKEND__NAME": "local"}, {**EXACT, "name": "local"}),
     ],
 )
 def test_options_from_the_environment(tmp_path: Path, file: Any, environment: dict[str, str], backend: Any) -> None:
     path = _write(tmp_path, "moe.json", json.dumps({**SIZES, "backend": file}))
     variables = {f"MOE_DISPATCH_{name}": value for name, value in environment.items()}
-    assert DispatcherConfig.load(path, environment=variables) == DispatcherConfig(**SIZES, backend=backend)
+    variables |= {"MOE_DISPATCH_CONSTRAINTS__MAX_ROWS": "64", "MOE_DISPATCH_CONSTRAINTS__GROUP_SIZES": "[2, 4]"}
+    constraints = ConstraintOverrides(max_rows=64, group_sizes=(2, 4))
+    expected = DispatcherConfig(**SIZES, backend=backend, constraints=constraints)
+    assert DispatcherConfig.load(path, environment=variables) == expected
 
 
-def test_constraints_from_the_environment() -> None:
-    environment = {"MOE_DISPATCH_CONSTRAINTS__MAX_ROWS": "64", "MOE_DISPATCH_CONSTRAINTS__GROUP_SIZES": "[2, 4]"}
-    config = DispatcherConfig.load(environment=environment, **SIZES)
-    assert config.constraints == ConstraintOverrides(max_rows=64, group_sizes=(2, 4))
-
-
-def test_wrong_options_in_the_environment(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"(?s)MOE_DISPATCH_BACKEND__SPEED: .*options need a named backend, got \"auto"
-    ):
+def test_wrong_options_in_the_environment_and_a_mapping_as_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)BACKEND__SPEED: .*options need a named backend, got \"auto"):
         DispatcherConfig.load(environment={"MOE_DISPATCH_BACKEND__SPEED": "3"}, **SIZES)
+    with pytest.raises(ConfigError, match=r"file must be a path, got a mapping"):
+        DispatcherConfig.load(SIZES)
     with pytest.raises(ConfigError, match=r"(?s)MOE_DISPATCH_DEBUG__LEVEL: .*debug.* valid boolean"):
         DispatcherConfig.load(environment={"MOE_DISPATCH_DEBUG__LEVEL": "3"}, **SIZES)
     path = _write(tmp_path, "moe.json", json.dumps({**SIZES, "debug": True}))
-    text = r"MOE_DISPATCH_DEBUG__LEVEL: debug has no options, because it is True"
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(ConfigError, match=r"DEBUG__LEVEL: debug has no options, because it is True"):
         DispatcherConfig.load(path, environment={"MOE_DISPATCH_DEBUG__LEVEL": "3"})
 
 
@@ -168,25 +146,15 @@ def test_a_wrong_field_is_told_with_its_source(
     ("name", "text", "told"),
     [
         ("moe.yaml", "top_k: 2\nbackend: {name: alltoall\nnum_experts: 8\n", r"cannot read .*moe\.yaml: .* line 3, .*"),
-        ("moe.yaml", "top_k: 2\n\tbackend: local\n", r"cannot read .*moe\.yaml: .* line 2,"),
         ("moe.json", '{"top_k": 2,\n "backend": local}', r"cannot read .*moe\.json: .* line 2"),
         ("moe.json", "", r"moe\.json: .* line 1"),
         ("moe.json", "[1, 2]", r"moe\.json must be a mapping of fields, not list"),
-        (
-            "moe.yaml",
-            "format: 2\nrows: 3\n",
-            r"moe\.yaml must have format 1, got format 2, of a newer moe-dispatch\. Up",
-        ),
+        ("moe.yaml", "format: 2\nrows: 3\n", r"must have format 1, got format 2, of a newer moe-dispatch"),
         ("moe.yaml", "format: one\n", "format: Extra inputs are not permitted, got 'one'"),
         ("moe.yaml", "on: 2\n", r"moe\.yaml: keys must be strings, got True\. Put quotes around it"),
         ("moe.yaml", "backend: {name: alltoall, 1: 2}\n", r"moe\.yaml: keys must be strings, got 1\."),
         ("moe.json", json.dumps({**SIZES, "self": 2}), "self: Extra inputs are not permitted, got 2"),
-        (
-            "moe.json",
-            json.dumps({"moe": SIZES}),
-            r"json: DispatcherConfig: moe: .* It holds the fields of a config, .* Pass what 'moe' holds\.$",
-        ),
-        ("moe.yaml", "local\n", r"moe\.yaml must be a mapping of fields, not str"),
+        ("moe.json", json.dumps({"moe": SIZES}), r"moe: .* It holds the fields of a config, .* Pass what 'moe' holds"),
         ("moe.toml", "top_k = 2", r"cannot read .*moe\.toml: Expecting value"),
         ("moe.yaml", b"backend: \xff\xfe\n", r"cannot read .*moe\.yaml: 'utf-8' codec"),
         ("none.yaml", None, r"cannot read .*No such file or directory: .*none\.yaml'\."),
@@ -197,13 +165,6 @@ def test_malformed_file(tmp_path: Path, name: str, text: str | bytes | None, tol
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=f"(?s){told}"):
         DispatcherConfig.load(tmp_path / name, environment={})
-
-
-def test_a_mapping_is_no_file() -> None:
-    with pytest.raises(
-        ConfigError, match=r"load: file must be a path, got a mapping\. Use DispatcherConfig\(\*\*fields\)"
-    ):
-        DispatcherConfig.load(SIZES)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -233,7 +194,7 @@ def test_hostile_variables(variable: str, text: str, told: str) -> None:
         ("moe.json", f'{{"top_k": {DEEP}}}', "cannot read .*recursion"),
         ("moe.json", f'{{"top_k": {DIGITS}}}', "cannot read .*digits"),
         ("moe.yaml", f"top_k: {DIGITS}", "cannot read .*digits"),
-        ("moe.yaml", f"top_k: {DEEP[90_000:-90_000]}", "cannot read .*recursion"),
+        ("moe.yaml", f"top_k: {DEEP[98_000:-98_000]}", "cannot read .*recursion"),
     ],
 )
 def test_hostile_files(tmp_path: Path, name: str, text: str, told: str) -> None:
@@ -256,13 +217,6 @@ def test_a_yaml_file_of_aliases_that_stand_for_a_billion_words(tmp_path: Path) -
 
 
 def test_yaml_without_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = builtins.__import__
-
-    def without_yaml(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "yaml":
-            raise ModuleNotFoundError("No module named 'yaml'")
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_yaml)
+    monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ConfigError, match=r"PyYAML is not installed\. .* pip install -e '\.\[yaml\]'"):
         DispatcherConfig.load(_write(tmp_path, "moe.yaml", YAML), environment={})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,13 +13,21 @@ from torch import Tensor
 
 import balance_layer
 
+ROOT = Path(__file__).parents[2]
 
-def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+
+@pytest.mark.slow
+def test_table(tmp_path: Path) -> None:
     sizes = "--ranks 2 --experts 8 --hidden 16 --inner 16 --tokens 64 --steps 2 --zipf 2 --min-rows 0"
     picture = tmp_path / "ratios.png"
-    monkeypatch.setattr(sys, "argv", ["balance_layer.py", *sizes.split(), "--picture", str(picture)])
-    balance_layer.main()
-    _, *lines = capsys.readouterr().out.splitlines()
+    finished = subprocess.run(
+        [sys.executable, str(balance_layer.__file__), *sizes.split(), "--picture", str(picture)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    _, *lines = finished.stdout.splitlines()
     table = (map(str.strip, line.split("|")) for line in lines[:3])
     tokens, sides, _, busiest, ratio, moved = zip(*table, strict=True)
     assert tokens == ("2.0,      32",) * 3

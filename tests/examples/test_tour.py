@@ -21,9 +21,14 @@ def read() -> Any:
     return nbformat.read(TOUR, as_version=4)  # type: ignore[no-untyped-call]
 
 
-def execute(notebook: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run all cells in a kernel of their own; pictures are outputs only with the kernel's own backend of matplotlib."""
+@pytest.fixture(autouse=True)
+def backend_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are outputs only with the kernel's own backend of matplotlib."""
     monkeypatch.delenv("MPLBACKEND", raising=False)
+
+
+def execute(notebook: Any) -> Any:
+    """Run all cells in a kernel of their own."""
     return NotebookClient(notebook, timeout=240, resources={"metadata": {"path": TOUR.parent}}).execute()
 
 
@@ -37,18 +42,18 @@ def num_pictures(notebook: Any) -> int:
 
 
 @pytest.mark.slow
-def test_every_cell_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert num_pictures(execute(read(), monkeypatch)) == PICTURES
+def test_every_cell_runs() -> None:
+    assert num_pictures(execute(read())) == PICTURES
 
 
 @pytest.mark.slow
-def test_a_wrong_number_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_number_fails() -> None:
     """The dense block weights its experts wrong, so the first comparison must fail."""
     notebook = read()
     (cell,) = [cell for cell in code_cells(notebook) if "class DenseMoE" in cell.source]
     cell.source = cell.source.replace("slot, None])", "slot, None] * 1.001)")
     with pytest.raises(CellExecutionError, match="not close"):
-        execute(notebook, monkeypatch)
+        execute(notebook)
 
 
 def test_stored_outputs_are_complete_and_small() -> None:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,14 @@ import torch.distributed as dist
 import convert_model
 import train_packed_text
 from moe_dispatch import DispatcherConfig
-from moe_dispatch_testing import run_ranks
 from moe_dispatch_tools.traces import RunLog, Trace
 from packed_text.documents import Pack, batches, join
 from packed_text.model import ByteLanguageModel
 from packed_text.report import STEPS_TO_JUDGE, check_runs
 from packed_text.training import Run, compute_gradients
 from tests.cli.processes import hearing_interrupts, members, wait_for
+from tests.examples.conftest import Variables
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_packed_text.py"
@@ -35,12 +35,12 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 SMALL = DispatcherConfig(backend="local", num_experts=4, top_k=2, hidden_size=32, pad_multiple=8)
 
 
-def demo(*arguments: str, cwd: Path, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[str]:
+def demo(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     """The script in a process group of its own, stderr with stdout."""
     return subprocess.Popen(
-        [sys.executable, *launcher, str(SCRIPT), *arguments],
+        [sys.executable, str(SCRIPT), *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -80,27 +80,14 @@ def test_all_backends_are_trained_and_compared(tmp_path: Path) -> None:
     assert (tmp_path / train_packed_text.PICTURE).read_bytes().startswith(PNG_SIGNATURE)
 
 
-@pytest.mark.slow
-def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    output = finish(demo("--backend", "alltoall", "--steps", "2", cwd=tmp_path, launcher=launcher))
-    assert table_row(output, "alltoall")[3] > 0
-    assert output.count("no expert stays idle") == 1, "one rank reports"
-
-
-def test_backend_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert train_packed_text.main(["--backend", "local", "--ranks", "1", "--steps", "1"]) == 0
+def test_backend_alone_is_trained_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--backend", "local", "--ranks", "2", "--steps", "2", "--trace", "run.safetensors", "--run", "run"]
+    with contextlib.chdir(tmp_path):
+        assert train_packed_text.main(arguments) == 0
     output = capsys.readouterr().out
     assert "local: no expert stays idle" in output
     assert "alltoall" not in output
-
-
-def test_routing_and_run_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = ["--backend", "local", "--ranks", "2", "--steps", "2", "--trace", "run.safetensors", "--run", "run"]
-    assert train_packed_text.main(arguments) == 0
-    trace, run = Trace.load("run.safetensors"), RunLog.load("run")
+    trace, run = Trace.load(tmp_path / "run.safetensors"), RunLog.load(tmp_path / "run")
     assert [(call.step, call.layer) for call in trace.calls] == [(0, 0), (0, 1), (1, 0), (1, 1)], "forward only"
     data = batches(ranks=2, bytes_per_rank=320, max_length=768, seed=2024)
     tokens = [sum(map(len, packs)) for packs in itertools.islice(data, 2)]
@@ -113,16 +100,14 @@ def backends_of(*arguments: str) -> list[str]:
     return [task.config.backend_name for task in train_packed_text.make_tasks(options)]
 
 
-def test_backend_comes_from_the_option_the_environment_or_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backend_comes_from_the_option_the_environment_or_the_file(tmp_path: Path, variables: Variables) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("num_experts: 4\ntop_k: 1\nhidden_size: 16\nbackend: {name: alltoall, reduction: exact}\n")
     assert backends_of() == ["alltoall", "local"]
     assert backends_of("--all") == ["alltoall", "allgather", "deepep", "hybridep", "local"]
     assert backends_of("--all", "--ranks", "3") == ["alltoall", "allgather", "hybridep", "local"]
     assert backends_of("--config", str(file)) == ["alltoall"]
-    monkeypatch.setenv("MOE_DISPATCH_BACKEND", "allgather")
+    variables(MOE_DISPATCH_BACKEND="allgather")
     assert backends_of("--config", str(file)) == ["allgather"]
     assert backends_of("--config", str(file), "--backend", "local") == ["local"]
     assert backends_of("--all") == ["alltoall", "allgather", "deepep", "hybridep", "local"]
@@ -130,33 +115,32 @@ def test_backend_comes_from_the_option_the_environment_or_the_file(
 
 WORLD = {"RANK": "0", "WORLD_SIZE": "2"}
 REFUSED: list[tuple[Any, list[str], dict[str, str], str]] = [
-    (train_packed_text, ["--backend", "altoall"], {}, "Unknown backend 'altoall'.*alltoall"),
+    (train_packed_text, ["--backend", "altoall"], {}, "Unknown backend 'altoall'"),
     (train_packed_text, ["--config", "missing.yaml"], {}, "missing.yaml"),
     (train_packed_text, [], {"MOE_DISPATCH_HIDDEN_SIZE": "30"}, "hidden_size must be a multiple of 8, got 30"),
     (train_packed_text, ["--ranks", "3"], WORLD, r"--ranks must be torchrun's WORLD_SIZE \(2\), got 3"),
-    (convert_model, ["--ranks", "0"], {}, r"--ranks must be 1 or more, got 0\. Leave --ranks out"),
+    (convert_model, ["--ranks", "0"], {}, r"--ranks must be 1 or more, got 0"),
     (convert_model, ["--ranks", "3"], WORLD, r"--ranks must be torchrun's WORLD_SIZE \(2\), got 3"),
-    (convert_model, ["--ranks", "1", "--backend", "altoall"], {}, "Unknown backend 'altoall'.*alltoall"),
+    (convert_model, ["--ranks", "1", "--backend", "altoall"], {}, "Unknown backend 'altoall'"),
 ]
 
 
 @pytest.mark.parametrize(("script", "arguments", "environment", "message"), REFUSED)
 def test_wrong_requests_are_refused(
-    script: Any, arguments: list[str], environment: dict[str, str], message: str, monkeypatch: Any, capsys: Any
+    script: Any, arguments: list[str], environment: dict[str, str], message: str, variables: Variables, capsys: Any
 ) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    variables(**environment)
     assert script.main(arguments) == 1
     assert re.search(message, capsys.readouterr().err, re.DOTALL)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 7])
+@pytest.mark.parametrize("ranks", [2, 7])
 def test_packs_of_a_batch_differ_in_length_and_are_the_same_for_all(ranks: int) -> None:
     def first(count: int) -> list[list[Any]]:
         data = batches(ranks=ranks, bytes_per_rank=300, max_length=512, seed=5)
         return list(itertools.islice(data, count))
 
-    for mine, theirs in zip(first(40), first(40), strict=True):
+    for mine, theirs in zip(first(15), first(15), strict=True):
         assert len({len(part) for part in mine}) == ranks
         assert min(map(len, mine)) >= 300
         assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(mine, theirs, strict=True))
@@ -182,7 +166,7 @@ def test_gradients_of_two_ranks_are_those_of_the_union(backend: str) -> None:
         load(model, reference, group)
         return gradients_after(model, packs[group.rank()], num_tokens, group)
 
-    found = run_ranks(body, 2, timeout=timedelta(minutes=1))
+    found = run_ranks(body, 2)
     assert expected.keys() == found[0].keys() == found[1].keys()
     for name, gradient in expected.items():
         parts = [ranks_gradients[name] for ranks_gradients in found]
@@ -254,10 +238,10 @@ def test_check_sees_a_loss_that_does_not_fall_and_an_expert_that_falls_idle() ->
 def test_failed_check_is_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     flat = run_like("local", [5.0] * STEPS_TO_JUDGE)
     monkeypatch.setattr(train_packed_text, "train", lambda *arguments: flat)
-    assert train_packed_text.main(["--backend", "local"]) == 1
+    with contextlib.chdir(tmp_path):
+        assert train_packed_text.main(["--backend", "local"]) == 1
     assert "failed local: the loss falls" in capsys.readouterr().out
 
 
@@ -295,9 +279,16 @@ def test_ranks_do_not_outlive_a_killed_parent(running_demo: subprocess.Popen[str
     wait_for(lambda: not members(running_demo.pid))
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "packed_text.picture", raising=False)
-    monkeypatch.delattr("packed_text.picture")  # or the import would not look for the module
-    assert train_packed_text.main(["--backend", "local"]) == 1
-    assert re.search(r"matplotlib is missing.*pip install -e '\.\[dev\]'", capsys.readouterr().err)
+@pytest.mark.slow
+def test_missing_packages_are_named() -> None:
+    run = "import sys; sys.modules['matplotlib'] = None; import train_packed_text; sys.exit(train_packed_text.main())"
+    finished = subprocess.run(
+        [sys.executable, "-c", run, "--backend", "local"],
+        cwd=SCRIPT.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 1
+    assert re.search(r"matplotlib is missing.*pip install -e '\.\[dev\]'", finished.stderr)

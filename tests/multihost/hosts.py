@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import final
@@ -205,6 +206,7 @@ def make_hosts(count: int, link: Link | None = None, *, own_address: str | None 
         yield hosts
 
 
+@cache
 def missing() -> str:
     """Why hosts cannot be made on this machine, or an empty text."""
     if sys.platform != "linux":

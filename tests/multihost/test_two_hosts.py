@@ -68,6 +68,7 @@ def test_the_first_line_of_the_page_trains_the_demo(tmp_path: Path) -> None:
     assert not (tmp_path / "host1" / "out").exists(), "rank 0 draws"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [C10D, STATIC], ids=["c10d", "static"])
 def test_both_lines_find_the_other_host(line: str, tmp_path: Path) -> None:
     with make_hosts(2) as hosts:
@@ -101,8 +102,9 @@ def test_two_levels_send_a_row_once_over_the_link(tmp_path: Path) -> None:
     print("seconds", measured[0]["seconds"], "bytes on both links", link, "of rows", payload)
 
 
+@pytest.mark.slow
 def test_gloo_needs_the_interface_where_the_own_name_is_a_loopback_address(tmp_path: Path) -> None:
-    line = replaced(C10D, f"{JOB} steps 15 1")
+    line = replaced(C10D, f"{JOB} steps 10 1")
     with make_hosts(2, own_address="127.0.1.1") as hosts:
         refused = start(hosts, line, tmp_path / "without").results(40)
         results = start(hosts, line, tmp_path / "with", GLOO_SOCKET_IFNAME="eth0").results(90)

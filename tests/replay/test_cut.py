@@ -55,13 +55,6 @@ def test_each_row_gets_the_ids_of_its_token(
         assert ids == [torch.as_tensor(row).tolist() for row in expected]
 
 
-def test_layers_of_a_later_pipeline_stage() -> None:
-    """NVIDIA-NeMo/RL#3903: layers of another block shared the numbers of decoder layers, and took their ids."""
-    table = small_table(layers=4)
-    cut = table.cut(THD([0, 5]), ["a"], layers=[1, 3])
-    assert torch.equal(cut.routing_for(3), table.entries("a")[:, 3])
-
-
 def test_lookups_in_any_order_are_the_same() -> None:
     """Pipelines and recomputation interleave micro-batches: a list that is read first in, first out, mixes them up."""
     table = small_table(layers=4)
@@ -85,13 +78,6 @@ def test_all_ranks_raise_if_one_has_to() -> None:
     assert "rank 1 refused" in texts[0]
 
 
-def test_unknown_entries_under_both_policies() -> None:
-    ids = random_ids(4, 3, 2, 8)
-    table = RoutingTable({"a": ids}, num_experts=8, last_missing=True)
-    assert (table.routing_for(1, THD([0, 5]), ["a"])[4] == -2).all()
-    assert table.cut(THD([0, 4]), ["a"], fallback="error").routing_for(0).shape == (4, 2)
-
-
 def test_new_ids_in_the_memory_of_a_graph() -> None:
     table = small_table(layers=2)
     layout = THD([0, 3], [0, 8])
@@ -102,15 +88,20 @@ def test_new_ids_in_the_memory_of_a_graph() -> None:
     assert torch.equal(static.routing_for(1)[:5], table.entries("a")[:, 1])
 
 
-def test_copy_goes_to_the_device_of_the_hidden_states() -> None:
+def test_device_is_that_of_the_hidden_states_and_not_the_default_one() -> None:
     cut = TABLE.cut(THD([0, 5]), ["a"], like=torch.empty(5, 16, device="meta"))
     assert cut.stored_TLK.device.type == "meta"
     assert cut.stored_TLK.dtype == torch.uint8
     assert isinstance(cut, Cut)
-
-
-def test_default_device_does_not_matter() -> None:
     with torch.device("meta"):
         ids = TABLE.routing_for(0, THD([0, 5]), ["a"], like=(5, 16))
     assert torch.equal(ids, TABLE.entries("a")[:, 0])
     assert replayed(ids, torch.rand(5, 8), normalize=True).topk_weights.shape == (5, 2)
+
+
+def test_unknown_entries_and_layers_of_a_later_pipeline_stage() -> None:
+    """Layers of another block may share the numbers of decoder layers, so a stage names its own."""
+    table = RoutingTable({"a": random_ids(4, 4, 2, 8)}, num_experts=8, last_missing=True)
+    assert (table.routing_for(1, THD([0, 5]), ["a"])[4] == -2).all()
+    cut = table.cut(THD([0, 4]), ["a"], layers=[1, 3], fallback="error")
+    assert torch.equal(cut.routing_for(3), table.entries("a")[:4, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,22 +106,14 @@ def test_recomputed_forward_is_recorded_once() -> None:
     assert torch.equal(recording.table().entries("a")[:, 0], wanted("a")[:, 0])
 
 
-def test_token_that_was_routed_in_two_ways() -> None:
-    dispatcher = build_dispatcher(LOCAL)
-    with RoutingTable.record([dispatcher]) as recording:
-        for layer in range(2):
-            recording.micro_batch(["a"])
-            dispatcher.dispatch(torch.zeros(6, HIDDEN), router(torch.arange(6), layer), THD([0, 6]))
-    with pytest.raises(InputError, match=r"the same key: \[0, 1\] and \[1, 2\] for sequence 'a', position 0, layer 0"):
-        recording.table()
-
-
-def test_refused_recordings() -> None:
+def test_refused_recordings(tmp_path: Path) -> None:
     dispatcher = build_dispatcher(LOCAL)
     with pytest.raises(InputError, match=r"there are no dispatchers"), RoutingTable.record([]):
         pass
     with RoutingTable.record([dispatcher]) as recording:
         with pytest.raises(StateError, match=r"another block that is still open"), RoutingTable.record([dispatcher]):
+            pass
+        with pytest.raises(StateError, match="another block"), Trace.record(dispatcher, tmp_path / "run.safetensors"):
             pass
         with pytest.raises(StateError, match=r"no dispatch ran in the block"):
             recording.table()
@@ -132,13 +125,9 @@ def test_refused_recordings() -> None:
         dispatcher.dispatch(torch.zeros(6, HIDDEN), router(torch.arange(6), 0), THD([0, 6]))
     with pytest.raises(InputError, match=r"got 2 names and 1 sequences of THD"):
         recording.table()
-
-
-def test_trace_and_table_are_not_recorded_at_once(tmp_path: Any) -> None:
-    dispatcher = build_dispatcher(LOCAL)
-    with (
-        RoutingTable.record([dispatcher]),
-        pytest.raises(StateError, match=r"got another block"),
-        Trace.record(dispatcher, tmp_path / "run.safetensors"),
-    ):
-        pass
+    with RoutingTable.record([dispatcher]) as recording:
+        for layer in range(2):
+            recording.micro_batch(["a"])
+            dispatcher.dispatch(torch.zeros(6, HIDDEN), router(torch.arange(6), layer), THD([0, 6]))
+    with pytest.raises(InputError, match=r"the same key: \[0, 1\] and \[1, 2\] for sequence 'a', position 0, layer 0"):
+        recording.table()

@@ -100,32 +100,21 @@ def test_read_only_arrays_are_taken_without_a_warning() -> None:
 IDS = random_ids(4, 3, 2, 8)
 
 
-def test_layers_without_dense_ones() -> None:
-    """An engine that gives all layers gives rows of zeros for dense layers: take the columns of MoE layers."""
-    table = RoutingTable({"a": IDS[:, 1:]}, num_experts=8, layers=[4, 9])
-    assert table.layers == (4, 9)
-    assert torch.equal(table.cut(THD([0, 4]), ["a"]).routing_for(9), IDS[:, 2])
-
-
-def test_parts_are_merged() -> None:
+def test_parts_are_merged_and_gathered_from_ranks() -> None:
     whole = small_table()
     early = RoutingTable({"a": whole.entries("a")[:, :2], "b": whole.entries("b")[:, :2]}, num_experts=8)
     late = RoutingTable({"c": whole.entries("c")[:, 1:], "a": whole.entries("a")[:, 1:]}, num_experts=8, layers=[1, 2])
-    merged = RoutingTable.merged([early, late])
+    empty = RoutingTable.unknown({}, (0, 1, 2), 2, 8)  # of a rank that recorded dummy tokens only
+    merged = RoutingTable.merged([empty, early, late])
     assert merged.lengths == whole.lengths
     assert merged.layers == (0, 1, 2)
     assert torch.equal(merged.entries("a"), whole.entries("a"))
     assert (merged.entries("b")[:, 2] == -2).all()
     assert torch.equal(merged.entries("c")[:, 1:], whole.entries("c")[:, 1:])
 
-
-def test_parts_of_ranks_are_gathered() -> None:
-    whole = small_table()
-
     def body(group: Any) -> RoutingTable:
         name = "abc"[group.rank()]
-        ids = whole.entries(name)
-        return RoutingTable({name: ids}, num_experts=8).gathered(group)
+        return RoutingTable({name: whole.entries(name)}, num_experts=8).gathered(group)
 
     for table in run_ranks(body, 3):
         assert table.lengths == whole.lengths
@@ -135,14 +124,13 @@ def test_parts_of_ranks_are_gathered() -> None:
 CONFIG = DispatcherConfig(backend="local", num_experts=8, top_k=2, hidden_size=16)
 
 
-def test_table_of_this_model() -> None:
-    table = small_table()
-    table.check(CONFIG, num_layers=3)
-    part = RoutingTable({"a": IDS[:, 1:]}, num_experts=8, layers=[1, 2])
-    part.check(CONFIG, num_layers=3, layers=[1, 2])
+def test_table_of_this_model_and_of_another_one_on_one_rank() -> None:
+    small_table().check(CONFIG, num_layers=3)
+    part = RoutingTable({"a": IDS[:, 1:]}, num_experts=8, layers=[4, 9])  # an engine gives dense layers too: left out
+    assert part.layers == (4, 9)
+    assert torch.equal(part.cut(THD([0, 4]), ["a"]).routing_for(9), IDS[:, 2])
+    part.check(CONFIG, num_layers=10, layers=[4, 9])
 
-
-def test_table_of_another_model_on_one_rank() -> None:
     def body(group: Any) -> str:
         with pytest.raises((ConfigError, PeerError)) as caught:
             small_table(layers=3 + group.rank()).check(CONFIG, num_layers=3, group=group)
@@ -159,10 +147,11 @@ def test_file(tmp_path: Path) -> None:
     assert loaded.lengths == table.lengths == {"a": 5, 5: 7}
     assert (loaded.layers, loaded.top_k, loaded.num_experts) == ((0, 1, 2), 2, 8)
     assert torch.equal(loaded.stored_NLK, table.stored_NLK)
-    assert torch.equal(loaded._stored, table._stored)
+    padded = THD([0, 3], [0, 6])
+    assert torch.equal(loaded.routing_for(1, padded, ["a"]), table.routing_for(1, padded, ["a"]))
 
 
-def test_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_of_a_file(tmp_path: Path) -> None:
     table = small_table(layers=4)
     table.save(tmp_path / "routing.safetensors")
     part = RoutingTable.load(tmp_path / "routing.safetensors", sequences=["c", "a"], layers=[1, 3])
@@ -179,14 +168,6 @@ def test_table_made_in_inference_mode() -> None:
         table.cut(THD([0, 5]), ["a"]).routing_for(0)
     table.cut(THD([0, 5]), ["a"]).routing_for(1)
     assert RoutingTable.merged([table]).lengths == table.lengths
-
-
-def test_a_table_without_sequences_is_merged() -> None:
-    """A rank that recorded dummy tokens only has such a table."""
-    table = small_table()
-    merged = RoutingTable.merged([RoutingTable.unknown({}, (0, 1, 2), 2, 8), table])
-    assert merged.lengths == table.lengths
-    assert torch.equal(merged.stored_NLK, table.stored_NLK)
 
 
 TABLE = small_table()
@@ -210,7 +191,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: make({}), r"there are no sequences"),
     (lambda: make({"a": IDS[0]}), r"integers \(positions, layers, top_k\), got torch.int64 \(3, 2\)"),
     (lambda: make({"a": IDS.float()}), r"must be integers .*, got torch.float32"),
-    (lambda: make({"a": IDS[:, :0]}), r"got torch.int64 \(4, 0, 2\) for 'a'"),
     (lambda: make({"a": IDS + 1}), r"ids must lie in -1\.\.7, got 8 in sequence 'a'"),
     (lambda: make({"a": IDS - 3}), r"ids must lie in -1\.\.7, got -3 in sequence 'a'"),
     # In int32 this id is 1.
@@ -221,10 +201,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: make({"a": IDS}, layers=[2, 1, 0]), r"in ascending order, got 3 numbers: 2, 1, 0"),
     (lambda: RoutingTable.from_padded(["a"], IDS, torch.ones(4, 3), num_experts=8), r"\(4, 3\) and 1 names"),
     (lambda: RoutingTable.merged([]), r"there are no tables"),
-    (
-        lambda: RoutingTable.merged([make({"a": IDS}), make({"a": IDS}, 9)]),
-        r"got num_experts 8, .* and num_experts 9, ",
-    ),
+    (lambda: RoutingTable.merged([make({"a": IDS}), make({"a": IDS}, 9)]), r"num_experts 8, .* and num_experts 9, "),
     (
         lambda: RoutingTable.merged([make({"a": IDS}), make({"a": CLASH})]),
         rf"same key: \[{IDS[2, 0, 0]}, {IDS[2, 0, 1]}\] and \[0, 7\] for sequence 'a', position 2, layer 0",
@@ -232,7 +209,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: TABLE.entries("z"), r"sequence 'z' is not in the table of 3 sequences"),
     (lambda: TABLE.check_used(["a", "z"]), r"check_used: sequence 'z' is not in the table of 3 sequ"),
     (lambda: cut(THD([0, 6]), ["a"]), r"got 6 positions of sequence 'a', which has 5 in the table"),
-    (lambda: cut(BSHD(), ["a"], like=(1, 7, 4)), r"got 7 positions of sequence 'a', which has 5"),
     (lambda: cut(THD([0, 5]), ["z"]), r"cut: sequence 'z' is not in the table of 3 sequences"),
     (lambda: cut(THD([0, 5]), ["a", "b"]), r"of the layout, got 2 names and 1 sequences"),
     (lambda: cut(THD([0, 1, 2]), ["a", "a"]), r"the micro-batch names sequence 'a' 2 times"),
@@ -245,7 +221,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         r"got 8 rows and layers 0\.\.2 for 5 rows and layers 0\.\.2",
     ),
     (lambda: cut(THD([0, 5]), ["a"], **MISSING), r"known, got 3 of 15 unknown\. .* 'a', position 4, layer 0"),
-    (lambda: cut(THD([0, 5]), ["a"], **MISSING, layers=[2]), r"got 1 of 5 unknown\. .* 'a', position 4, layer 2"),
     (lambda: cut(THD([0, 4, 5]), ["a", None], **MISSING), r"got 3 of 15 .* is a sequence named None"),
     (lambda: cut(THD([0, 5]), ["a"], layers=[0, 2]).routing_for(1), r"layer 1 is not in the cut"),
 ]
@@ -258,7 +233,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         (lambda: TABLE.check(CONFIG.replace(num_experts=16), num_layers=3), ConfigError, r"_experts .*\(16\), got 8"),
         (lambda: TABLE.check(CONFIG.replace(top_k=4), num_layers=3), ConfigError, r"top_k of the model \(4\), got 2"),
         (lambda: TABLE.check(CONFIG, num_layers=4), ConfigError, r"MoE layers .* \(0\.\.3\), got 0\.\.2"),
-        (lambda: TABLE.check(CONFIG, num_layers=2), ConfigError, r"MoE layers .* \(0\.\.1\), got 0\.\.2"),
         (lambda: cut(THD([0, 4, 8]).shard(0, 2, "zigzag"), ["a", "b"], like=(6, 16)), LayoutError, "got 8 and 12 rows"),
         (lambda: cut(THD([0, 5, 8]).shard(0, 2, "zigzag"), ["a", "b"]), LayoutError, r"the rows of sequence 0 \(5\)"),
     ],

@@ -35,40 +35,29 @@ def test_every_entry_once_in_its_step() -> None:
     table.check_used(["a", "b"])
 
 
-def test_entries_that_were_never_used() -> None:
+def test_entries_that_were_never_used_or_in_two_steps() -> None:
     table = small_table()
     look_up(table, "a")
     look_up(table, "c")
     look_up(table, "b", layers=[0, 2])
-    told = r"each of the 48 known .*, got 3 used never and 0 used in several steps\. The first one used never is "
-    with pytest.raises(StateError, match=told + r"sequence 'b', position 0, layer 1"):
+    told = (
+        r"each of the 48 known .*, got 3 used never and 0 used in several steps\. .* never is sequence 'b', position 0"
+    )
+    with pytest.raises(StateError, match=told):
         table.check_used()
-
-
-def test_cut_without_a_lookup_does_not_count() -> None:
-    table = small_table()
-    table.cut(THD([0, 5]), ["a"])
-    with pytest.raises(StateError, match=r"got 15 used never"):
-        table.check_used(["a"])
-
-
-def test_entries_of_two_steps() -> None:
-    table = small_table()
     for name in "abc":
         look_up(table, name)
     look_up(table, "c", 1, layers=[1])
     look_up(table, "c", 0, layers=[1])
-    told = r"got 0 used never and 8 used in several steps\. The first one used in several steps is sequence 'c'"
-    with pytest.raises(StateError, match=told):
+    with pytest.raises(StateError, match=r"got 0 used never and 8 used in several steps\. .* is sequence 'c'"):
         table.check_used()
-
-
-def test_unknown_entries_need_no_lookup() -> None:
-    table = RoutingTable({"a": random_ids(4, 3, 2, 8)}, num_experts=8, last_missing=True)
-    cut = table.cut(THD([0, 4]), ["a"])
-    for layer in table.layers:
+    fresh = RoutingTable({"a": random_ids(4, 3, 2, 8)}, num_experts=8, last_missing=True)
+    cut = fresh.cut(THD([0, 4]), ["a"])
+    with pytest.raises(StateError, match="got 12 used never"):  # a cut without a lookup does not count
+        fresh.check_used(["a"])
+    for layer in fresh.layers:
         cut.routing_for(layer)
-    table.check_used()
+    fresh.check_used()  # unknown entries need no lookup
 
 
 def test_new_ids_for_a_graph_count_without_lookups() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -60,20 +57,21 @@ def test_everything_comes_back(tmp_path: Path, size: int) -> None:
     assert path.stat().st_mode & 0o077 == (tmp_path / "made").stat().st_mode & 0o066, "others may read it"
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_tokens_are_those_that_experts_saw(tmp_path: Path, size: int) -> None:
+def test_tokens_are_those_that_experts_saw_and_results_are_those_without_a_recording(tmp_path: Path) -> None:
     """Not rows that are no tokens, nor slots of -1, nor an expert's second slot of one row."""
 
     def body(group: Group) -> Tensor:
-        dispatcher = build_dispatcher(CONFIGS[size], group)
+        dispatcher, given = build_dispatcher(CONFIGS[2], group), batches(group.rank())
+        plain = [run(dispatcher, each) for each in given]
+        seen = []
         with Trace.record(dispatcher, tmp_path / "run.safetensors"):
-            seen = [
-                dispatcher.dispatch(x, routing, layout).real_tokens_per_expert
-                for x, routing, layout in batches(0 if group is None else group.rank())
-            ]
+            for (x, routing, layout), expected in zip(given, plain, strict=True):
+                sent = dispatcher.dispatch(x, routing, layout)
+                seen.append(sent.real_tokens_per_expert)
+                assert torch.equal(dispatcher.combine(sent.rows, sent), expected)
         return torch.stack(seen)
 
-    seen = torch.cat(on_ranks(body, size), 1)
+    seen = torch.cat(run_ranks(body, 2), 1)
     assert torch.equal(Trace.load(tmp_path / "run.safetensors").tokens_per_expert(), seen)
     assert seen.sum() > 20
 
@@ -91,11 +89,13 @@ def test_part_says_what_is_sent() -> None:
 
 
 def test_steps_are_bounded_for_each_dispatcher(tmp_path: Path) -> None:
+    """A call that one rank does not record is not in the trace: a block may be left early by a ``break``."""
     path = tmp_path / "run.safetensors"
-    record_batches(None, path, CONFIGS[1], steps=2)
+    run_ranks(lambda group: record_batches(group, path, CONFIGS[2], steps=3 - group.rank()), 2)
     trace = Trace.load(path)
     assert [(call.layer, call.step) for call in trace.calls] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    assert (trace.steps, trace.max_rows) == (2, 7)
+    assert (trace.steps, trace.max_rows) == (2, 10)
+    same_part(trace.calls[3].parts[1], batches(1)[1])
 
 
 def test_what_is_changed_afterwards_is_recorded_as_it_was(tmp_path: Path) -> None:
@@ -186,34 +186,6 @@ def test_error_leaves_what_each_rank_has(tmp_path: Path) -> None:
         with pytest.raises(TraceError, match=rf"here: \S+ must hold all 2 ranks, got rank {rank}\. Record a run"):
             Trace.load_whole(own, "here")
     assert not path.exists()
-
-
-def test_a_rank_without_the_last_call_does_not_have_it(tmp_path: Path) -> None:
-    """Parts of a whole file may differ in length where a block is left early by a ``break``."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        dispatcher = build_dispatcher(small_config("alltoall"), group)
-        with Trace.record(dispatcher, tmp_path / "run.safetensors", steps=2 - group.rank()):
-            for given in batches(group.rank())[:2]:
-                run(dispatcher, given)
-
-    run_ranks(body, 2)
-    (call,) = Trace.load(tmp_path / "run.safetensors").calls
-    same_part(call.parts[1], batches(1)[0])
-
-
-def test_results_are_the_same(tmp_path: Path) -> None:
-    def body(record: bool, group: Group) -> list[Any]:
-        dispatcher = build_dispatcher(CONFIGS[2], group)
-        given = batches(0 if group is None else group.rank())
-        if not record:
-            return [run(dispatcher, each) for each in given]
-        with Trace.record(dispatcher, tmp_path / "run.safetensors"):
-            return [run(dispatcher, each) for each in given]
-
-    with_it, without = (on_ranks(partial(body, record), 2) for record in (True, False))
-    for a, b in zip(chain(*with_it), chain(*without), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_nothing_recorded(tmp_path: Path) -> None:

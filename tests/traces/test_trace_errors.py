@@ -47,43 +47,34 @@ def set_item(values: dict[str, Any], key: str, value: Any) -> None:
     values[key] = value
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"run.safetensors must be an existing file, got no file\. Check the path\."):
-        Trace.load(tmp_path / "run.safetensors")
-    with pytest.raises(TraceError, match="must be an existing file, got a directory"):
-        Trace.load(tmp_path)
+def test_files_that_are_no_traces(tmp_path: Path, recorded: Path) -> None:
+    (tmp_path / "config.yaml").write_text("backend: alltoall\n" * 20)
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_bytes(recorded.read_bytes()[:-1])
+    save_file({"weight": torch.zeros(2)}, tmp_path / "model")
+    for name, told in {
+        "none": "must be an existing file, got no file",
+        ".": "must be an existing file, got a directory",
+        "config.yaml": "must be a complete safetensors file",
+        "empty": "must be a complete safetensors file",
+        "short": "must be a complete safetensors file, got an error: .*again",
+        "model": "must be a trace of format 1, got another safetensors file",
+    }.items():
+        with pytest.raises(TraceError, match=told):
+            Trace.load(tmp_path / name)
 
 
-@pytest.mark.parametrize("keep", [0, -1])
-def test_file_that_is_cut_off(recorded: Path, keep: int) -> None:
-    recorded.write_bytes(recorded.read_bytes()[:keep])
-    with pytest.raises(TraceError, match=r"must be a complete safetensors file, got an error: .*again"):
-        Trace.load(recorded)
-
-
-def test_file_of_something_else(tmp_path: Path, recorded: Path) -> None:
-    text = tmp_path / "config.yaml"
-    text.write_text("backend: alltoall\n" * 20)
-    with pytest.raises(TraceError, match=r"config\.yaml must be a complete safetensors file"):
-        Trace.load(text)
-    save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(TraceError, match="must be a trace of format 1, got another safetensors file"):
-        Trace.load(tmp_path / "model.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("number", "told"),
-    [("0", r"got format 0\. Use a file that Trace\.record"), ("2", r"got format 2, of a newer moe-dispatch\. Upgrade")],
-)
-def test_another_format(recorded: Path, number: str, told: str) -> None:
-    path = changed(recorded, lambda _, metadata: set_item(metadata, "moe_dispatch_trace", number))
-    with pytest.raises(TraceError, match="must be a trace of format 1, " + told):
-        Trace.load(path)
+def of_another_version(_: Any, metadata: dict[str, str]) -> None:
+    metadata["config"] = json.dumps({**json.loads(metadata["config"]), "invented_later": 1})
+    metadata["versions"] = json.dumps({"moe_dispatch": "7.0"})
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("change", "told"),
     [
+        (lambda _, metadata: set_item(metadata, "moe_dispatch_trace", "0"), "format 1, got format 0"),
+        (lambda _, metadata: set_item(metadata, "moe_dispatch_trace", "2"), "got format 2, of a newer moe-dispatch"),
+        (of_another_version, r"got a config of moe_dispatch 7\.0: .*invented_later"),
         (lambda tensors, _: tensors.pop("rank0.weights"), "KeyError: 'rank0.weights'"),
         (lambda tensors, _: tensors.clear(), "IndexError"),
         (lambda _, metadata: metadata.pop("layers"), "layers: Field required"),
@@ -98,18 +89,9 @@ def test_another_format(recorded: Path, number: str, told: str) -> None:
         (lambda tensors, _: set_item(tensors, "rankx.ids", tensors.pop("rank0.ids")), "ValueError"),
     ],
 )
-def test_file_that_lacks_parts(recorded: Path, change: Callable[..., Any], text: str) -> None:
-    with pytest.raises(TraceError, match=f"must have all parts of a trace, got {text}"):
+def test_file_that_lacks_parts_or_is_of_another_version(recorded: Path, change: Callable[..., Any], told: str) -> None:
+    with pytest.raises(TraceError, match=told):
         Trace.load(changed(recorded, change))
-
-
-def test_config_of_another_version(recorded: Path) -> None:
-    def add_field(_: Any, metadata: dict[str, str]) -> None:
-        metadata["config"] = json.dumps({**json.loads(metadata["config"]), "invented_later": 1})
-        metadata["versions"] = json.dumps({"moe_dispatch": "7.0"})
-
-    with pytest.raises(TraceError, match=r"valid in this version, got a config of moe_dispatch 7\.0: .*invented_later"):
-        Trace.load(changed(recorded, add_field))
 
 
 def test_needs_of_another_version_are_left_out(recorded: Path) -> None:
@@ -137,20 +119,18 @@ def test_missing_package(recorded: Path, monkeypatch: pytest.MonkeyPatch, missin
             action()
 
 
-@pytest.mark.parametrize(
-    ("fields", "ep_size", "text"),
-    [
-        ({"num_experts": 16}, 1, "num_experts must be 8, as in the trace, got 16. Use"),
-        ({"top_k": 1}, 1, "top_k must be 2, as in the trace, got 1"),
-        ({}, 4, "ep_size must be 1, as in the trace, got 4"),
-        ({"max_tokens_per_rank": 7}, 1, "must be at least 8, the rows of the trace, got 7. Raise it."),
-    ],
-)
-def test_config_that_does_not_fit(recorded: Path, fields: dict[str, Any], ep_size: int, text: str) -> None:
+def test_config_that_does_not_fit(recorded: Path) -> None:
     trace = Trace.load(recorded)
     trace.check(small_config("allgather", hidden_size=32, pad_multiple=16, max_tokens_per_rank=8), ep_size=1)
-    with pytest.raises(TraceError, match=text.replace(".", r"\.")):
-        trace.check(small_config(**fields), ep_size=ep_size)
+    wrong: list[tuple[dict[str, Any], int, str]] = [
+        ({"num_experts": 16}, 1, "num_experts must be 8, as in the trace, got 16"),
+        ({"top_k": 1}, 1, "top_k must be 2, as in the trace, got 1"),
+        ({}, 4, "ep_size must be 1, as in the trace, got 4"),
+        ({"max_tokens_per_rank": 7}, 1, "must be at least 8, the rows of the trace, got 7"),
+    ]
+    for fields, ep_size, told in wrong:
+        with pytest.raises(TraceError, match=told):
+            trace.check(small_config(**fields), ep_size=ep_size)
 
 
 def _enter(group: Any, path: Path, **options: Any) -> None:
@@ -253,7 +233,7 @@ def _selectively(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return saved
 
 
-@pytest.mark.parametrize("how", ["compiled", "selective"])
+@pytest.mark.parametrize("how", [pytest.param("compiled", marks=pytest.mark.slow), "selective"])
 def test_calls_that_go_through_operators(tmp_path: Path, how: str) -> None:
     """Also those that were compiled before the recording began."""
     dispatcher, routing = build_dispatcher(LOCAL), random_routing(3)

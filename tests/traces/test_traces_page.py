@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import re
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from safetensors import safe_open
 
 from moe_dispatch_tools.traces import RunLog, Trace
+from tests.pages import run_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
 
 
-def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_code_of_the_page_runs(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    namespace: dict[str, Any] = {}
     text = PAGE.read_text(encoding="utf-8")
-    for code in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        exec(compile(code, str(PAGE), "exec"), namespace)
+    with contextlib.chdir(tmp_path):
+        namespace = run_page("traces.md")
     assert namespace["trace"].steps == 3  # the blocks ran to the end
-    with safe_open("out/run.safetensors", framework="pt") as file:
+    with safe_open(tmp_path / "out" / "run.safetensors", framework="pt") as file:
         for name in [*file.metadata(), *(key.replace("rank0", "rank{r}") for key in file.keys())]:  # noqa: SIM118
             assert f"`{name}`" in text, name
     for item in dataclasses.fields(Trace):

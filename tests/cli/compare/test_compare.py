@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,8 +14,8 @@ from moe_dispatch.backends import known_backends
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing.input_layouts import INPUT_LAYOUTS
 from moe_dispatch_testing.reference import reference
-from moe_dispatch_tools.compare import measurement, peers, workload
-from moe_dispatch_tools.compare.command import MODES, make_task
+from moe_dispatch_tools.compare import measurement, workload
+from moe_dispatch_tools.compare.command import MODES
 from moe_dispatch_tools.compare.measurement import Task, Variant
 from moe_dispatch_tools.compare.workload import Workload, make_material
 from moe_dispatch_tools.names import parse_backend
@@ -48,7 +47,7 @@ def asked(command: Command, *arguments: object, status: int = 0) -> dict[str, An
 
 def compared(command: Command, *arguments: str, status: int = 0) -> dict[str, Any]:
     """What is said of few tokens on two ranks."""
-    return asked(command, *arguments, "--ranks", "2", "--tokens", "16", "--steps", "2", status=status)
+    return asked(command, *arguments, "--ranks", "2", "--tokens", "16", "--steps", "2", "--rounds", "2", status=status)
 
 
 def outcome(report: dict[str, Any], backend: str, mode: str = "eager") -> dict[str, Any]:
@@ -71,7 +70,7 @@ def test_backends_agree_in_both_modes_and_cost_what_they_cost(command: Command, 
         assert 0 < max(one["from_reference"].values()) < case["tolerance"] == 2e-6
         assert list(one["bytes_sent"]) == PHASES
         assert list(one["milliseconds"]) == [*PHASES, "total", "processor"]
-        assert (len(one["rounds"]), one["milliseconds"]["total"] > 0) == (10, True)
+        assert (len(one["rounds"]), one["milliseconds"]["total"] > 0) == (2, True)
     alltoall, allgather = outcome(report, "alltoall"), outcome(report, "allgather")
     assert set(alltoall["from_first"].values()) == {0.0}
     assert alltoall["ratio"] == [1.0] * 3
@@ -85,7 +84,11 @@ def test_backends_agree_in_both_modes_and_cost_what_they_cost(command: Command, 
     assert 4 * rows < sum(allgather["bytes_sent"].values()) < 4.5 * rows
 
 
-def test_wrong_backend_is_seen(command: Command, config: str) -> None:
+def test_wrong_backend_and_one_that_cannot_run_are_told(command: Command, config: str) -> None:
+    """What cannot run counts as a failure only if it was named."""
+    (everything,) = compared(command, config, "--mode", "eager")["cases"]
+    assert everything["agree"]
+    assert [one["backend"] for one in everything["outcomes"]] == known_backends()
     halved = "tests.cli.planted:Halved"
     report = compared(command, "-b", f"alltoall,{halved}", config, "--mode", "eager", status=1)
     assert outcome(report, "alltoall")["agrees"]
@@ -93,30 +96,34 @@ def test_wrong_backend_is_seen(command: Command, config: str) -> None:
     assert not wrong["agrees"]
     assert wrong["from_reference"]["y"] == pytest.approx(0.5, rel=0.05)
     assert wrong["from_first"]["y"] == pytest.approx(0.5, rel=0.05)
-
-
-def test_other_ranks_of_torchrun_leave_the_answer_to_the_first(
-    command: Command, config: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    answer = command("compare", "-b", "tests.cli.planted:Halved", config, "--ranks", "2", "--mode", "eager")
-    assert (answer.status, answer.out, answer.error) == (0, "", "")
-
-
-def test_backend_that_cannot_run_is_told_and_counts_if_it_was_named(command: Command, config: str) -> None:
     report = compared(command, "-b", "alltoall,local", config, "--mode", "eager", status=1)
     assert outcome(report, "alltoall")["agrees"]
     assert outcome(report, "local")["refused"].startswith("Backend 'local': ep_size must be one of 1, got 2.")
-    everything = compared(command, config, "--mode", "eager")
-    assert everything["cases"][0]["agree"]
-    assert [one["backend"] for one in everything["cases"][0]["outcomes"]] == known_backends()
 
 
-def test_mode_that_a_backend_lacks_is_no_failure(command: Command, config: str) -> None:
-    report = compared(command, "-b", "alltoall+reduction=exact", config)
-    assert "graph_safe is not possible" in outcome(report, "alltoall+reduction=exact", "graph-safe")["refused"]
-    compared(command, "-b", "alltoall+reduction=exact", config, "--mode", "graph-safe", status=1)
+def test_other_ranks_of_torchrun_leave_the_answer_to_the_first(command: Command, config: str) -> None:
+    shape = ["--tokens", "4", "--steps", "1", "--rounds", "1", "--mode", "eager"]
+    rank_1 = {"RANK": "1", "WORLD_SIZE": "2"}
+    answer = command("compare", "-b", "tests.cli.planted:Halved", config, *shape, env=rank_1)
+    assert (answer.status, answer.out, answer.error) == (0, "", "")
+
+
+def test_config_is_honoured_and_a_mode_that_its_backend_lacks_is_no_failure(command: Command, tmp_path: Path) -> None:
+    exact = {"name": "alltoall", "reduction": "exact"}
+    file = written(tmp_path, backend=exact, row_counts="check", weights="experts")
+    report = compared(command, file, "--dtype", "float32")
+    assert report["cases"][0]["tokens"] == [16, 16], "equal counts are promised"
+    assert (report["config"]["weights"], report["config"]["row_counts"]) == ("experts", "check")
+    assert report["cases"][0]["agree"]
+    name = report["cases"][0]["outcomes"][0]["backend"]
+    assert "graph_safe is not possible" in outcome(report, name, "graph-safe")["refused"], "with the option of the file"
+    compared(command, file, "--mode", "graph-safe", status=1)
+
+
+def test_graph_safe_has_room_for_the_worst_routing(command: Command, tmp_path: Path) -> None:
+    room = {"graph_safe": True, "max_tokens_per_rank": 4, "capacity_factor": 0.5, "on_overflow": "drop"}
+    report = compared(command, "-b", "alltoall", written(tmp_path, **room), "--routing", "skewed")
+    assert report["cases"][0]["agree"], "nothing is dropped"
 
 
 def test_dtype_that_a_backend_does_not_carry_is_told(command: Command, config: str) -> None:
@@ -129,62 +136,14 @@ def test_dtype_that_a_backend_does_not_carry_is_told(command: Command, config: s
     assert (emulated["rounds"], emulated["peak_bytes"]) == ([], None)
 
 
-def test_config_is_honoured(command: Command, tmp_path: Path) -> None:
-    file = written(tmp_path, backend={"name": "alltoall", "reduction": "exact"}, row_counts="check", weights="experts")
-    report = compared(command, file, "--mode", "eager", "--dtype", "float32")
-    assert report["cases"][0]["tokens"] == [16, 16], "equal counts are promised"
-    assert (report["config"]["weights"], report["config"]["row_counts"]) == ("experts", "check")
-    assert report["cases"][0]["agree"]
-    (variant,) = make_task(Path(file), None, "eager", (Workload(),)).variants
-    assert variant.backend is not None
-    assert variant.backend.options == {"reduction": "exact"}
-
-
-def test_graph_safe_has_room_for_the_worst_routing(command: Command, tmp_path: Path) -> None:
-    room = {"graph_safe": True, "max_tokens_per_rank": 4, "capacity_factor": 0.5, "on_overflow": "drop"}
-    file = written(tmp_path, **room)
-    report = compared(command, "-b", "alltoall", file, "--routing", "skewed")
-    assert report["cases"][0]["agree"], "nothing is dropped"
-
-
 def test_emulation_is_refused_where_ranks_have_gpus() -> None:
     """Before its group, which is NCCL's there, is used."""
     backend = parse_backend("hybridep+emulate=true")
     variant = Variant(label=backend.label, backend=backend, mode="eager")
     task = Task(config=DispatcherConfig(**FIELDS), variants=(variant,), workloads=(Workload(),))
     material = make_material(Workload(), task.config, rank=0, ranks=2)
-    told = (
-        r"compare: an emulation needs CPU tensors, got 'hybridep\+emulate=true' on ranks with GPUs\. Leave it out, or "
-        r"hide the GPUs: CUDA_VISIBLE_DEVICES=\.$"
-    )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=r"an emulation needs CPU tensors, .* on ranks with GPUs"):
         measurement._open(variant, task, Place(device=torch.device("cuda"), group=cast(Any, None)), material, ())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--dtype", "float8"], "--dtype must be one of float64, float32, bfloat16, float16, got 'float8'"),
-        (["--routing", "zipf"], "--routing must be one of balanced, uniform, skewed, .*, got 'zipf'"),
-        (["--mode", "eager,fast"], "--mode must be one of eager, graph-safe, got 'fast'"),
-        (["-b", "alltoall,depep"], "Unknown backend 'depep'.*Did you mean 'deepep'?"),
-        (["-b", "alltoall+capacity_factor=0"], "capacity_factor"),
-        (["-b", "alltoall,transformers"], "The peer 'transformers' is not installed: no transformers. In "),
-        (
-            ["--tokens", "64,-1"],
-            "--tokens must be whole numbers from 0 on, separated by commas, got '64,-1'. Write",
-        ),
-        (["--picture", "compare.jpg"], "--picture must be .*, and end in .png or .svg, got 'compare.jpg'. Name"),
-        (["--picture", "nowhere/now.png"], "--picture must be a file in a folder that can be written, .*'nowhere/"),
-    ],
-)
-def test_wrong_requests_are_refused(
-    arguments: list[str], told: str, command: Command, config: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    answer = command("compare", config, *arguments)
-    assert (answer.status, answer.out) == (2, "")
-    assert re.match(f"Error: .*{told}", answer.error), answer.error
 
 
 @pytest.mark.parametrize("wire", [None, "mxfp8"])

@@ -30,8 +30,8 @@ def config(tmp_path: Path) -> str:
 
 
 def test_loads_are_measured(command: Command, config: str) -> None:
-    shape = ["--ranks", "2", "--tokens", "64", "--steps", "2", "--routing", "last_expert", "--expert-width", "8"]
-    report = asked(command, "-b", f"alltoall,{BALANCED}", config, *shape, *EXACTLY)
+    shape = ["--ranks", "2", "--tokens", "64", "--steps", "2", "--rounds", "1", "--routing", "last_expert"]
+    report = asked(command, "-b", f"alltoall,{BALANCED}", config, *shape, "--expert-width", "8", *EXACTLY)
     plain, balanced = outcome(report, "alltoall"), outcome(report, BALANCED)
     assert report["cases"][0]["agree"]
     # All 64 + 56 rows name an expert of rank 1. With a copy, each rank keeps its own rows.
@@ -43,49 +43,46 @@ def test_loads_are_measured(command: Command, config: str) -> None:
     assert plain["bytes_sent"]["experts"] < 100
 
 
-def test_exact_balance_needs_no_other_field(command: Command, tmp_path: Path) -> None:
-    shape = ["--ranks", "2", "--tokens", "1024", "--steps", "1", "--routing", "last_expert"]
-    names = "alltoall,alltoall+balance=exact"
-    report = asked(command, "-b", names, written(tmp_path, hidden_size=16, pad_multiple=1), *shape)
+def test_exact_balance_needs_no_other_field_and_tells_of_copies_it_left_out(command: Command, tmp_path: Path) -> None:
+    """Without a field for it, a copy needs many rows: 1024 tokens have them, 64 do not."""
+    shape = ["--ranks", "2", "--steps", "1", "--rounds", "1", "--routing", "last_expert", *EXACTLY]
+    file = written(tmp_path, hidden_size=16, pad_multiple=1)
+    report = asked(command, "-b", "alltoall,alltoall+balance=exact", file, *shape, "--tokens", "1024")
     plain, balanced = outcome(report, "alltoall"), outcome(report, "alltoall+balance=exact")
     assert report["cases"][0]["agree"]
     assert (plain["imbalance"], balanced["imbalance"]) == (2, 1)
     assert plain["bytes_sent"]["experts"] == 0 < balanced["bytes_sent"]["experts"], "weights travel"
+    answer = command("compare", "-b", "alltoall+balance=exact", file, *shape, "--tokens", "64")
+    assert "1 dispatch in 1 step left out copies of experts" in answer.out
 
 
-def test_copies_that_were_left_out_are_told(command: Command, tmp_path: Path) -> None:
-    shape = ["--ranks", "2", "--tokens", "64", "--steps", "1", "--rounds", "1", "--routing", "last_expert"]
-    answer = command("compare", "-b", "alltoall+balance=exact", written(tmp_path, hidden_size=16), *shape, *EXACTLY)
-    assert "1 dispatch in 1 step left out copies of experts that would have had fewer than" in answer.out
-
-
-BOUNDS = (1.0, 1.05, 1.25)
+BOUNDS = (1.0, 1.25)
 SIDES = (
     "alltoall",
     "alltoall+spare_experts_per_rank=4+place=eplb",
     *(f"alltoall+balance=exact+balance_bound={bound}+balance_min_rows=0" for bound in BOUNDS),
 )
+COMPARED = ("W2_hot_rank", "W4_source_ragged")
 
 
 def test_workloads_of_megatron(command: Command, tmp_path: Path) -> None:
     """Exact plans keep their bound, and a placement of ``eplb`` is good for steps like the first one only."""
-    shape = ["--ranks", "2", "--tokens", "64", "--steps", "4", "--rounds", "1", "--routing", ",".join(WORKLOADS)]
+    shape = ["--ranks", "2", "--tokens", "64", "--steps", "2", "--rounds", "1", "--routing", ",".join(COMPARED)]
     file = written(tmp_path, hidden_size=16, pad_multiple=1)
     report = asked(command, "-b", ",".join(SIDES), file, *shape, "--expert-width", "8", *EXACTLY)
-    assert [case["routing"] for case in report["cases"]] == list(WORKLOADS)
+    assert [case["routing"] for case in report["cases"]] == list(COMPARED)
     for case in report["cases"]:
         assert case["agree"]
         assert case["tokens"] == ([32, 96] if case["routing"] == "W4_source_ragged" else [64, 64])
         plain, placed, *exact = case["outcomes"]
         moved = [one["bytes_sent"]["experts"] for one in case["outcomes"]]
         assert moved[0] == 0
-        assert moved[2] >= moved[4]
+        assert moved[2] >= moved[3]
         for one, bound in zip(exact, BOUNDS, strict=True):
             assert one["peak_rows"] <= math.ceil(bound * 2 * 64 * 2 / 2)
-        uneven = case["routing"] in ("W2_hot_rank", "W5_zero_expert_rank", "W6_rotating_hotspot", "W7_burst")
-        assert (plain["peak_rows"] > 1.2 * 2 * 64) == uneven, case["routing"]
+        assert (plain["peak_rows"] > 1.2 * 2 * 64) == (case["routing"] != "W4_source_ragged")
         assert exact[0]["imbalance"] == 1
-        if case["routing"] in ("W2_hot_rank", "W5_zero_expert_rank"):
+        if case["routing"] == "W2_hot_rank":
             assert placed["imbalance"] < 1.2 < plain["imbalance"]
 
 
@@ -142,7 +139,7 @@ def test_a_trace_is_balanced_as_it_was_routed(command: Command, tmp_path: Path) 
     path = tmp_path / "run.safetensors"
     run_ranks(lambda group: record_batches(group, path, small_config("alltoall", pad_multiple=4)), 2)
     file = written(tmp_path, num_experts=8, hidden_size=16, pad_multiple=4, spare_experts_per_rank=2)
-    shape = ["--trace", path, "--expert-width", "8", "--steps", "6", *EXACTLY]
+    shape = ["--trace", path, "--expert-width", "8", "--steps", "4", "--rounds", "1", *EXACTLY]
     report = asked(command, "-b", f"alltoall,{BALANCED}", file, *shape)
     assert report["cases"][0]["agree"]
     plain, balanced = outcome(report, "alltoall"), outcome(report, BALANCED)
@@ -159,19 +156,5 @@ def test_weights_in_wrong_slots_are_seen(command: Command, config: str, monkeypa
             return landed, tuple(weight.flip(0) for weight in weights)
 
     monkeypatch.setattr(contenders, "SlotWeights", Wrong)
-    shape = ["--ranks", "2", "--tokens", "16", "--steps", "1", "--expert-width", "8", *EXACTLY]
+    shape = ["--ranks", "2", "--tokens", "16", "--steps", "1", "--rounds", "1", "--expert-width", "8", *EXACTLY]
     assert not asked(command, "-b", BALANCED, config, *shape, status=1)["cases"][0]["agree"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["compare", "-b", BALANCED], "balance needs spare_experts_per_rank"),
-        (["compare", "-b", f"{BALANCED}x+spare_experts_per_rank=1"], "Unknown planner 'least_loadedx'"),
-        (["plan", "--tokens", "8", "-b", BALANCED], f"backend '{BALANCED}': balance: Extra inputs are not permitted"),
-    ],
-)
-def test_wrong_fields_are_refused(arguments: list[str], told: str, command: Command, tmp_path: Path) -> None:
-    answer = command(*arguments, written(tmp_path))
-    assert (answer.status, answer.out) == (2, "")
-    assert told in answer.error

@@ -13,41 +13,20 @@ from moe_dispatch.errors import ConfigError
 from moe_dispatch_tools.plan.models import read_model
 
 QWEN3: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "torch_dtype": "bfloat16",
+    **{"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "hidden_size": 2048},
+    **{"num_hidden_layers": 48, "decoder_sparse_step": 1, "mlp_only_layers": [], "torch_dtype": "bfloat16"},
 }
-MIXTRAL = {
-    "model_type": "mixtral",
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "dtype": "float16",
+MIXTRAL: dict[str, Any] = {
+    **{"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 4096},
+    **{"num_hidden_layers": 32, "dtype": "float16"},
 }
 DEEPSEEK: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "first_k_dense_replace": 3,
-    "moe_layer_freq": 1,
+    **{"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 256, "num_experts_per_tok": 8},
+    **{"hidden_size": 7168, "num_hidden_layers": 61, "first_k_dense_replace": 3, "moe_layer_freq": 1},
 }
 ERNIE: dict[str, Any] = {
-    "model_type": "ernie4_5_moe",
-    "moe_num_experts": 64,
-    "moe_k": 6,
-    "hidden_size": 2560,
-    "num_hidden_layers": 28,
-    "moe_layer_start_index": 1,
-    "moe_layer_end_index": 27,
-    "moe_layer_interval": 1,
+    **{"model_type": "ernie4_5_moe", "moe_num_experts": 64, "moe_k": 6, "hidden_size": 2560, "num_hidden_layers": 28},
+    **{"moe_layer_start_index": 1, "moe_layer_end_index": 27, "moe_layer_interval": 1},
 }
 LLAMA4: dict[str, Any] = {
     "model_type": "llama4",
@@ -61,15 +40,11 @@ LLAMA4: dict[str, Any] = {
     },
     "vision_config": {"hidden_size": 1408, "num_hidden_layers": 34},
 }
-JAMBA = {
-    "model_type": "jamba",
-    "num_experts": 16,
-    "num_experts_per_tok": 2,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
+JAMBA: dict[str, Any] = {
+    **{"model_type": "jamba", "num_experts": 16, "num_experts_per_tok": 2, "hidden_size": 4096},
+    **{"num_hidden_layers": 32, "expert_layer_period": 2, "expert_layer_offset": 1},
 }
+GROUPED = {**DEEPSEEK, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc"}
 
 
 def written(folder: Path, value: Any, name: str = "config.json") -> Path:
@@ -113,42 +88,35 @@ def test_dtype_and_name_of_a_model(tmp_path: Path) -> None:
     assert (model.layers, model.dtype, model.config.pad_multiple, model.config.top_k) == (2, torch.float32, "fp8", 4)
 
 
-@pytest.mark.parametrize("ending", ["yaml", "json"])
-def test_a_config_of_ours(ending: str, tmp_path: Path) -> None:
-    text = '{"backend": {"name": "alltoall", "reduction": "exact"}, "num_experts": 8, "top_k": 2, "hidden_size": 64}'
-    model = read_model(written(tmp_path, text, f"experiment.{ending}"), changes={"hidden_size": 32})
-    assert model.config.backend == {"name": "alltoall", "reduction": "exact"}
-    assert (model.name, model.layers, model.config.hidden_size) == (f"experiment.{ending}", 1, 32)
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"model_type": "llama"}, r"plan: .*config\.json must have .* under num_experts or .*, got None\. "),
+        ({"model_type": "llama"}, r"under num_experts or .*, got None"),
         ({**QWEN3, "num_experts_per_tok": None}, r"under num_experts_per_tok or .*, got None"),
         ({**QWEN3, "hidden_size": "2048"}, r"under hidden_size or d_model, got '2048'"),
         ({**ERNIE, "moe_num_experts": [64, 32]}, r"under num_experts or .*, got \[64, 32\]"),
-        ({**QWEN3, "num_hidden_layers": 10**9}, r"must have at most 65536 layers, got 1000000000\. Give --layers"),
-        ({**QWEN3, "mlp_layer_types": ["sparse"]}, r"must say for each of 48 layers whether it has experts.*Give"),
+        ({**QWEN3, "num_hidden_layers": 10**9}, r"must have at most 65536 layers, got 1000000000"),
+        ({**QWEN3, "mlp_layer_types": ["sparse"]}, r"must say for each of 48 layers whether it has experts"),
         ({**QWEN3, "num_hidden_layers": 0}, r"under num_hidden_layers or .*, got 0"),
-        ({**QWEN3, "mlp_only_layers": [*range(48)]}, r"must have a layer with experts, got none of 48\. Give"),
-        ({**QWEN3, "torch_dtype": "int8"}, r"plan: dtype must be one of bfloat16, float16, float32, got 'int8'\. Give"),
+        ({**QWEN3, "mlp_only_layers": [*range(48)]}, r"must have a layer with experts, got none of 48"),
+        ({**QWEN3, "torch_dtype": "int8"}, r"dtype must be one of bfloat16, float16, float32, got 'int8'"),
         ({**QWEN3, "num_experts_per_tok": 129}, r"top_k \(129\) must not exceed num_experts \(128\)"),
-        ("{", r"DispatcherConfig\.load: .*config\.json: .*line 1"),
-        ({"num_experts": 8}, r"DispatcherConfig: top_k: Field required"),
+        ({**GROUPED, "n_group": 7}, r"n_group that divides num_experts \(256\) .*, got 7 and 4"),
+        ({**GROUPED, "n_group": 64, "topk_group": 1}, r"topk_group groups that hold top_k \(8\) experts, got 64 and 1"),
+        ({**GROUPED, "topk_group": 9}, r"got 8 and 9"),
+        ({**GROUPED, "topk_group": None}, r"got 8 and None"),
+        ({**GROUPED, "n_group": "8"}, r"got '8' and 4"),
+        ("{", r"config\.json: .*line 1"),
+        ({"num_experts": 8}, r"top_k: Field required"),
+        (None, r"cannot read .*config\.json: .*No such file"),
     ],
 )
-def test_what_is_missing_is_named(value: Any, message: str, tmp_path: Path) -> None:
+def test_what_is_missing_or_does_not_fit_is_named(value: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json" if value is None else written(tmp_path, value)
     with pytest.raises(ConfigError, match=message):
-        read_model(written(tmp_path, value))
+        read_model(path)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*none\.json: .*No such file"):
-        read_model(tmp_path / "none.json")
-
-
-GROUPED = {**DEEPSEEK, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc"}
 DEEPSEEK_V2 = {**DEEPSEEK, "n_routed_experts": 160, "num_experts_per_tok": 6, "n_group": 8, "topk_group": 3}
 
 
@@ -170,18 +138,3 @@ def test_groups_of_experts(config: dict[str, Any], groups: tuple[int, ...] | Non
     """DeepSeek-V3 adds the best two scores of a group, V2 takes the best one, Megatron the best top_k / topk_group."""
     found = read_model(written(tmp_path, config)).groups
     assert (found and (found.num_groups, found.topk_groups, found.scored_experts)) == groups
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"n_group": 7}, r"must have n_group that divides num_experts \(256\) into groups, .*, got 7 and 4\. Correct"),
-        ({"n_group": 64, "topk_group": 1}, r"and topk_group groups that hold top_k \(8\) experts, got 64 and 1\."),
-        ({"topk_group": 9}, r"got 8 and 9\. Correct them, or leave out both\."),
-        ({"topk_group": None}, r"got 8 and None\."),
-        ({"n_group": "8"}, r"got '8' and 4\."),
-    ],
-)
-def test_groups_that_do_not_fit_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_model(written(tmp_path, {**GROUPED, **changes}))

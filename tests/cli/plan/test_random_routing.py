@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from moe_dispatch_tools.loads import count_loads
 from moe_dispatch_tools.plan.models import GroupLimit
 from moe_dispatch_tools.plan.routing import choose_experts, draw_experts, popularity, random_routing
 
-DEEPSEEK: dict[str, Any] = {"num_experts": 256, "top_k": 8, "hidden_size": 512}
 LIMIT = GroupLimit(num_groups=8, topk_groups=4, scored_experts=2)
 
 
@@ -36,20 +34,8 @@ def test_known_loads_by_hand() -> None:
     assert found.nodes_CPN[0].tolist() == [[1, 1], [0, 0], [0, 0], [0, 0]]
 
 
-@pytest.mark.parametrize(("num_experts", "top_k", "inside"), [(8, 2, 2), (64, 8, 1), (12, 12, 4)])
-def test_equal_odds_are_hypergeometric(num_experts: int, top_k: int, inside: int) -> None:
-    """How many of a token's experts lie among the first few."""
-    tokens = 40_000
-    ids = draw_experts(popularity(num_experts, 0, generator()), top_k, tokens, generator(1))
-    found = (ids < inside).sum(1).bincount(minlength=top_k + 1) / tokens
-    for count in range(top_k + 1):
-        ways = math.comb(inside, count) * math.comb(num_experts - inside, top_k - count)
-        odds = ways / math.comb(num_experts, top_k)
-        assert float(found[count]) == pytest.approx(odds, abs=5 * math.sqrt(odds * (1 - odds) / tokens) + 1e-9)
-
-
-@pytest.mark.parametrize("exponent", [1.0, 3.0, 8.0])
-def test_unequal_odds_by_hand(exponent: float) -> None:
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 8.0])
+def test_odds_by_hand(exponent: float) -> None:
     """First a, then b, has odds a * b / (1 - a)."""
     odds, tokens = popularity(4, exponent, generator()), 40_000
     ids = draw_experts(odds, 3, tokens, generator(1))
@@ -61,8 +47,9 @@ def test_unequal_odds_by_hand(exponent: float) -> None:
 
 
 def test_large_groups_are_simulated_in_few_dispatches() -> None:
+    large = MoEShape(num_experts=8, top_k=1, hidden_size=8, ep_size=8, pad_multiple=1)
+    assert len(list(random_routing("uniform").dispatches(large, 2**16))) == 2
     of = MoEShape(num_experts=64, top_k=2, hidden_size=8, ep_size=64, pad_multiple=1)
-    assert len(list(random_routing("uniform").dispatches(of, 2**13))) == 2
     (first, *_), (again, *_) = (random_routing("uniform", seed=3).dispatches(of, 64) for _ in range(2))
     assert torch.equal(first[5], again[5])
     assert first[5].shape == (64, 2)
