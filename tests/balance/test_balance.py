@@ -104,12 +104,14 @@ def test_exact_reduction_gives_the_same_bits() -> None:
 
 
 def test_rows_go_where_the_planner_says() -> None:
+    """The planner is told of the real rows only. All others of the batch name expert 5."""
+
     def body(group: Group) -> tuple[Any, list[int], list[int]]:
         dispatcher = build_dispatcher(small_config(**BALANCED), group)
-        routing = zipf_routing(60, group.rank())
-        sent = dispatcher.dispatch(random_rows(60), routing)
+        ids = torch.cat([zipf_routing(60, group.rank()).topk_ids, torch.tensor([[5, 6]] * 60)])
+        sent = dispatcher.dispatch(random_rows(120).view(1, 120, -1), Routing(ids, torch.ones(120, 2)), BSHD([60]))
         assert isinstance(sent, Dispatched)
-        counts = torch.bincount(routing.topk_ids.flatten(), minlength=8).tolist()
+        counts = torch.bincount(ids[:60].flatten(), minlength=8).tolist()
         return sent.placement, counts, sent.real_tokens_per_expert.tolist()
 
     placements, counts, slots = zip(*on_ranks(body, RANKS), strict=True)
@@ -134,23 +136,6 @@ def test_cost_is_one_small_all_gather() -> None:
 
     for found in on_ranks(body, 2):
         assert found == {"without": (2, 0), "with": (3, 8 * (1 + 8))}
-
-
-def test_rows_that_are_no_tokens_do_not_count() -> None:
-    """A padded batch, of which all real rows go to expert 0 and all others name expert 5."""
-
-    def body(group: Group) -> Any:
-        dispatcher = build_dispatcher(small_config(top_k=1, **BALANCED), group)
-        ids = torch.tensor([[0], [0], [5], [5]])
-        x = random_rows(4).view(1, 4, -1)
-        sent = dispatcher.dispatch(x, Routing(ids, torch.ones(4, 1)), BSHD([2]))
-        assert isinstance(sent, Dispatched)
-        return sent.placement
-
-    counts = torch.zeros(2, 8, dtype=torch.int64)
-    counts[:, 0] = 2
-    planned = least_loaded(counts, ExpertPlacement.contiguous(8, 2, spare=1), ranks_per_node=2)
-    assert on_ranks(body, 2) == [planned] * 2
 
 
 def test_a_refused_call_is_told_to_the_peers() -> None:

@@ -35,6 +35,10 @@ def test_the_multiple_is_the_least_that_every_rule_allows() -> None:
 @pytest.mark.parametrize(
     ("options", "multiple"),
     [
+        ({}, 1),
+        ({"tp": 4}, 4),
+        ({"tp": 3, "fp8": True}, 48),
+        ({"tp": 2, "cp": 2}, 8),
         ({"tp": 2, "cp": 2, "fp8": True}, 16),
         ({"batch_size": 4, "row_multiple": 128}, 32),
         ({"batch_size": 4, "tp": 2, "cp": 2, "sequence_parallel": True, "row_multiple": 128}, 128),
