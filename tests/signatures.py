@@ -7,25 +7,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
-from griffe import Alias, Attribute, Class, Function, GriffeLoader, Object
+from griffe import Alias, Attribute, Class, Function, GriffeLoader, ModulesCollection, Object
 
 from moe_dispatch._stability import PUBLIC
 
 ROOT = Path(__file__).parent.parent
 
 
-def lines() -> list[str]:
-    """Return the lines of all public names. Nothing is imported, so integrations need not be installed."""
+@cache
+def modules() -> ModulesCollection:
+    """Read the three packages. Nothing is imported, so integrations need not be installed."""
     loader = GriffeLoader(search_paths=[ROOT], allow_inspection=False)
     for package in ("moe_dispatch", "moe_dispatch_testing", "moe_dispatch_tools"):
         loader.load(package)
+    return loader.modules_collection
+
+
+def lines() -> list[str]:
+    """Return the lines of all public names."""
     found, first = [], dict[str, str]()
     for module, names in PUBLIC.items():
         for name in (*names.stable, *names.experimental):
             word = "stable" if name in names.stable else "experimental"
-            obj = loader.modules_collection[f"{module}.{name}"]
+            obj = modules()[f"{module}.{name}"]
             target, public = obj.final_target if obj.is_alias else obj, f"{module}.{name}"
             if first.setdefault(target.path, public) == public:
                 found += [f"{word} {line}" for line in _described(target, public)]

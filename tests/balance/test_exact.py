@@ -16,7 +16,6 @@ from moe_dispatch.balance import ExactPlacement
 from moe_dispatch.balance.exact import ExactPlan, ExactPlanner
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.dispatchers.requirements import shape_of
-from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing import allow_host_syncs, refuse_host_syncs
 from tests.balance.test_slot_weights import experts
 from tests.dispatchers.layer import Group, on_ranks, small_config
@@ -110,71 +109,49 @@ def expect_loads_in_turns(got_EP: Tensor, ranks: int) -> None:
         assert max(map(takers.count, takers), default=0) <= len(rows_EP) // ranks
 
 
-CASES = [(ranks, per_rank) for ranks in (1, 2, 3, 4, 8) for per_rank in (1, 2, 5, 32) if ranks * per_rank <= 64]
+def expect_exact_plan(draws: random.Random, counts_PE: Tensor) -> None:
+    """A plan of these counts loses no row, obeys its bound, and keeps rows on their rank or node where it can."""
+    ranks, experts = counts_PE.shape
+    per_node = draws.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
+    bound, pad_multiple = draws.choice([(1.0, 1), (1.0, 1), (1.0, 8), (1.25, 1), (1.25, 8)])
+    rank, other = draws.randrange(ranks), draws.randrange(ranks)
+    fields: dict[str, Any] = {"bound": bound, "pad_multiple": pad_multiple, "ranks_per_node": per_node}
+    planner = ExactPlanner(experts, ranks, rank, spare=experts // ranks, **fields)
+    alone_PE = torch.zeros_like(counts_PE)
+    alone_PE[rank] = counts_PE.sum(0)  # its rows are those of all sources, and the plan depends on their sum only
+    got_EP, plan = flows(planner(alone_PE)), planner(counts_PE)
+    of_other = ExactPlanner(experts, ranks, other, spare=experts // ranks, **fields)(counts_PE)
+    assert torch.equal(plan.placement.copies_PS, of_other.placement.copies_PS)
+    assert torch.equal(got_EP.sum(1), counts_PE.sum(0))
+    assert not got_EP[~holds(plan.placement, ranks)].any()
+    blocks = (counts_PE.sum(0) + pad_multiple - 1).div(pad_multiple, rounding_mode="floor").sum().item()
+    padded_P = (got_EP + pad_multiple - 1).div(pad_multiple, rounding_mode="floor").sum(0) * pad_multiple
+    assert padded_P.max() <= torch.tensor(bound * blocks / ranks).ceil() * pad_multiple
+    if bound == 1:
+        assert padded_P.max() - padded_P.min() <= pad_multiple
+        if pad_multiple == 1:
+            expect_loads_in_turns(got_EP, ranks)
+    for each, of_each in ((rank, flows(plan)), (other, flows(of_other))):
+        for expert, (sources, takers) in enumerate(zip(counts_PE.t().tolist(), got_EP.tolist(), strict=True)):
+            expected = split_in_turns(sources, takers, per_node)[each] if sources[each] else [0] * ranks
+            assert of_each[expert].tolist() == expected
 
 
-@pytest.mark.parametrize(("ranks", "per_rank"), CASES)
-def test_loads_and_rows_are_exact(ranks: int, per_rank: int) -> None:
-    generator = torch.Generator().manual_seed(ranks * 100 + per_rank)
-    for rows in (0, 1, 7, 300, 5000):
-        for skew in (0.1, 1.0, 30.0):
-            for bound, pad_multiple in ((1.0, 1), (1.0, 8), (1.25, 1), (1.25, 8)):
-                counts = draw(generator, ranks, per_rank, rows, skew)
-                planners = (
-                    ExactPlanner(ranks * per_rank, ranks, rank, spare=per_rank, bound=bound, pad_multiple=pad_multiple)
-                    for rank in range(ranks)
-                )
-                plans = [planner(counts) for planner in planners]
-                by_source = torch.stack([flows(plan) for plan in plans])  # (P, E, P)
-                assert all(torch.equal(plan.placement.copies_PS, plans[0].placement.copies_PS) for plan in plans)
-                assert torch.equal(by_source.sum(2), counts)
-                assert by_source.min() >= 0
-                assert not by_source.sum(0)[~holds(plans[0].placement, ranks)].any()
-                got = by_source.sum(0)
-                own = torch.minimum(counts.t(), got)  # rows that may stay where they are do so
-                assert all(torch.equal(by_source[rank, :, rank], own[:, rank]) for rank in range(ranks))
-                blocks = (counts.sum(0) + pad_multiple - 1).div(pad_multiple, rounding_mode="floor").sum().item()
-                padded = (got + pad_multiple - 1).div(pad_multiple, rounding_mode="floor").sum(0) * pad_multiple
-                assert padded.max() <= torch.tensor(bound * blocks / ranks).ceil() * pad_multiple
-                if bound == 1:
-                    assert padded.max() - padded.min() <= pad_multiple
-                if bound == 1 and pad_multiple == 1:
-                    expect_loads_in_turns(got, ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(16))
-def test_loads_slots_and_flows_of_random_counts_are_exact(part: int) -> None:
-    """100,000 counts: 1 to 64 ranks, 1 to 32 experts of a rank, no row, one expert, one source."""
+@pytest.mark.parametrize(
+    ("part", "counts"), [(16, 200), *(pytest.param(part, 3_000, marks=pytest.mark.slow) for part in range(8))]
+)
+def test_loads_and_rows_are_exact(part: int, counts: int) -> None:
+    """1 to 64 ranks, 1 to 32 experts of a rank, no row, one expert, one source."""
     draws, generator = random.Random(part), torch.Generator().manual_seed(part)
-    seen = set()
-    for _ in range(6_250):
+    for _ in range(counts):
         ranks, per_rank = (int(2 ** (largest * draws.random() ** 2)) for largest in (6.05, 5.05))
-        per_node = draws.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
-        rank, rows, kind = draws.randrange(ranks), draws.choice((0, 1, 7, 60, 500)), draws.randrange(4)
-        counts_PE = draw(generator, ranks, per_rank, rows, draws.choice((0.1, 1.0, 30.0)))
+        counts_PE = draw(generator, ranks, per_rank, draws.choice((0, 1, 7, 300, 5000)), draws.choice((0.1, 1.0, 30.0)))
+        only, kind = torch.zeros_like(counts_PE), draws.randrange(4)
         if kind == 0:  # one expert
-            only = torch.zeros_like(counts_PE)
             only[:, draws.randrange(ranks * per_rank)] = counts_PE.sum(1)
-            counts_PE = only
         elif kind == 1:  # one source
-            only = torch.zeros_like(counts_PE)
-            only[rank] = counts_PE.sum(0)
-            counts_PE = only
-        planner = ExactPlanner(ranks * per_rank, ranks, rank, spare=per_rank, ranks_per_node=per_node)
-        alone = torch.zeros_like(counts_PE)
-        alone[rank] = counts_PE.sum(0)  # its rows are those of all sources, and the plan depends on their sum only
-        got_EP, plan = flows(planner(alone)), planner(counts_PE)
-        assert torch.equal(got_EP > 0, (got_EP > 0) & holds(plan.placement, ranks))
-        expect_loads_in_turns(got_EP, ranks)
-        mine_EP, both = flows(plan), zip(counts_PE.t().tolist(), got_EP.tolist(), strict=True)
-        for expert, (sources, takers) in enumerate(both):
-            if sources[rank]:
-                assert mine_EP[expert].tolist() == split_in_turns(sources, takers, per_node)[rank]
-            else:
-                assert not mine_EP[expert].any()
-        seen |= {("ranks", ranks), ("experts", per_rank), ("rows", rows), ("kind", kind)}
-    assert {("ranks", 1), ("ranks", 64), ("experts", 1), ("experts", 32), ("rows", 0), ("kind", 0), ("kind", 1)} <= seen
+            only[draws.randrange(ranks)] = counts_PE.sum(0)
+        expect_exact_plan(draws, only if kind < 2 else counts_PE)
 
 
 def test_few_slots_keep_the_largest_shares_and_lose_no_row() -> None:
@@ -235,50 +212,6 @@ def test_hand_made_plans() -> None:
     assert flows(plan)[0].tolist() == [3, 3, 3, 0]
 
 
-@pytest.mark.parametrize(
-    ("totals", "moved", "slots"),
-    [
-        # Two equally busy ranks and two without rows.
-        ([4, 4, 4, 4, 0, 0, 0, 0], {(0, 2): 4, (1, 3): 4}, [0, 0, 1, 1]),
-        # Three equally busy ranks and one without rows: each busy rank gives, and two of them also take.
-        ([4] * 9 + [0] * 3, {(0, 3): 9, (1, 0): 6, (2, 1): 3}, [2, 1, 0, 3]),
-    ],
-    ids=["rank_ties", "ties"],
-)
-def test_tables_of_megatron_agree_between_ranks(
-    totals: list[int], moved: dict[tuple[int, int], int], slots: list[int]
-) -> None:
-    """The two hand-computed tables in the tests of Megatron-LM #7450: rows between ranks, and slots in use.
-
-    Of experts with equally many rows it moves others than we do, so the experts are not compared.
-    """
-    per_rank = len(totals) // 4
-    counts = torch.zeros(4, len(totals), dtype=torch.int64)
-    counts[0] = torch.tensor(totals)
-    planner = ExactPlanner(len(totals), 4, 0, spare=per_rank)
-    copies = planner(counts).placement.copies_PS
-    by_rank = sum(flows(ExactPlanner(len(totals), 4, rank, spare=per_rank)(counts)) for rank in range(4))
-    assert isinstance(by_rank, Tensor)
-    between = by_rank.view(4, per_rank, 4).sum(1)
-    assert {(a, b): n for a, row in enumerate(between.tolist()) for b, n in enumerate(row) if n and a != b} == moved
-    assert (copies < len(totals)).sum(1).tolist() == slots
-    assert shares(by_rank) == shares(torch.tensor(in_turns(totals, 4)))
-
-
-@pytest.mark.parametrize("per_node", [1, 2, 4])
-def test_rows_stay_on_their_node_if_they_can(per_node: int) -> None:
-    generator = torch.Generator().manual_seed(per_node)
-    for _ in range(30):
-        counts = draw(generator, 8, 2, 2000, 2.0)
-        plans = [ExactPlanner(16, 8, rank, spare=2, ranks_per_node=per_node)(counts) for rank in range(8)]
-        by_source = torch.stack([flows(plan) for plan in plans])
-        nodes = torch.arange(8) // per_node
-        inside = (by_source * (nodes.view(8, 1, 1) == nodes)).sum((0, 2))
-        sent = counts.view(8 // per_node, per_node, 16).sum(1)
-        taken = by_source.sum(0).t().view(8 // per_node, per_node, 16).sum(1)
-        assert torch.equal(inside, torch.minimum(sent, taken).sum(0))
-
-
 def test_a_copy_with_few_rows_is_not_made() -> None:
     counts = torch.tensor([[60, 0, 20, 0], [60, 0, 20, 0]])
     plan, is_uneven = ExactPlanner(4, 2, 0, spare=2, min_rows=40).on_host(counts)
@@ -334,7 +267,7 @@ def test_a_graph_safe_dispatch_never_drops_and_has_one_size(pad_multiple: int) -
             dispatcher = build_dispatcher(small_config(balance="exact", spare_experts_per_rank=2, **fields), group)
         generator, sizes, loads = random.Random(group.rank()), set(), []
         stacked = [torch.ones(2, 16, 4).requires_grad_(), torch.ones(2, 4, 16).requires_grad_()]
-        for step in range(12):
+        for step in range(7):
             rows = most if step == 0 else generator.randrange(most + 1)
             ids = torch.rand(rows, 8).argsort(1)[:, :2].contiguous()
             if step < 4:
@@ -384,58 +317,17 @@ STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 12}
 @pytest.mark.parametrize(
     ("fields", "promise", "proved"),
     [
-        ({"balance": None}, "", False),
-        (
-            {"balance_min_rows": 0, "balance_bound": 1.05},
-            "The busiest rank has at most 1.05 times the mean rows, rounded up, for every routing. Nothing overflows.",
-            True,
-        ),
-        (STATIC, "The busiest rank has at most 1 times the mean rows, rounded up, for every routing.", True),
-        ({}, "and the rows of copies that were not made because they had fewer than balance_min_rows", True),
-        (
-            {"spare_experts_per_rank": 1},
-            "a plan with 1 of 2 spare slots finds, which may exceed 1 times the mean rows.",
-            False,
-        ),
-        (
-            {**STATIC, "spare_experts_per_rank": 1},
-            "may exceed 1 times the mean rows. check() reports an overflow",
-            False,
-        ),
-        (
-            {"balance": "least_loaded", "spare_experts_per_rank": 1},
-            "Planner 'least_loaded' proves no bound for the busiest rank.",
-            False,
-        ),
+        ({"balance": None}, "^$", False),
+        ({"balance_min_rows": 0, "balance_bound": 1.05}, "at most 1.05 times .* for every routing. Nothing", True),
+        (STATIC, "at most 1 times the mean rows, rounded up, for every routing", True),
+        ({}, "and the rows of copies that were not made .* fewer than balance_min_rows", True),
+        ({"spare_experts_per_rank": 1}, "1 of 2 spare slots finds, which may exceed 1 times the mean", False),
+        ({**STATIC, "spare_experts_per_rank": 1}, "may exceed 1 times .* check.. reports an overflow", False),
+        ({"balance": "least_loaded", "spare_experts_per_rank": 1}, "'least_loaded' proves no bound", False),
     ],
 )
 def test_a_config_says_whether_its_bound_is_proved(fields: dict[str, Any], promise: str, proved: bool) -> None:
     config = small_config(**{"balance": "exact", **fields})
     assert config.balance_is_proved(4) == proved
-    assert promise in config.balance_promise(4)
-    assert bool(promise) == bool(config.balance_promise(4))
+    assert re.search(promise, config.balance_promise(4))
     assert (shape_of(config, 4).planned_rows is not None) == (proved and config.graph_safe)
-
-
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        (
-            {"balance_bound": 1.1},
-            r"balance_bound and balance_min_rows are settings of balance=\"exact\", got balance=None",
-        ),
-        (
-            {
-                "balance": "exact",
-                "spare_experts_per_rank": 1,
-                "graph_safe": True,
-                "max_tokens_per_rank": 4,
-                "balance_min_rows": 8,
-            },
-            r"balance_min_rows needs graph_safe=False: without a copy",
-        ),
-    ],
-)
-def test_configs_that_cannot_work_are_refused(fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, **fields)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from moe_dispatch.balance import (
     expected_rows,
     known_planners,
     least_loaded,
-    planners,
     run_planner,
 )
 from moe_dispatch.errors import ConfigError
@@ -48,16 +47,16 @@ def test_expected_rows_follow_every_row() -> None:
     torch.testing.assert_close(expected_rows(counts, placement, ranks_per_node=2), rows)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_experts"), [(4, 64), (8, 64), (16, 128), (64, 256)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("num_ranks", "num_experts", "seed"), [(4, 64, 0), (8, 64, 1), (16, 128, 2), (64, 256, 0)])
 def test_eplb_balances_zipf_loads(num_ranks: int, num_experts: int, seed: int) -> None:
     counts, home = zipf(num_experts, 1.0, seed), ExpertPlacement.contiguous(num_experts, num_ranks, spare=1)
     found = eplb(counts, home, ranks_per_node=num_ranks)
     assert busiest_over_mean(counts, found, num_ranks) < 1.03 < busiest_over_mean(counts, home, num_ranks)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_experts"), [(4, 64), (8, 64), (16, 128), (64, 256)])
-@pytest.mark.parametrize("bound", [1.05, 1.2])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_experts", "bound"), [(4, 64, 1.05), (8, 64, 1.2), (16, 128, 1.05), (64, 256, 1.2)]
+)
 def test_least_loaded_reaches_its_bound_with_few_copies(num_ranks: int, num_experts: int, bound: float) -> None:
     counts, home = zipf(num_experts, 1.0, 0), ExpertPlacement.contiguous(num_experts, num_ranks, spare=2)
     found = least_loaded(counts, home, ranks_per_node=num_ranks, bound=bound)
@@ -81,17 +80,12 @@ def test_least_loaded_makes_no_copy_that_it_can_do_without(seed: int) -> None:
                 assert busiest_over_mean(counts, without, 8) > limit
 
 
-def test_balanced_loads_need_no_copy() -> None:
-    home = ExpertPlacement.contiguous(8, 4, spare=1)
-    for counts in (torch.full((8,), 5), torch.zeros(8, dtype=torch.int64), torch.zeros(4, 8)):
-        assert least_loaded(counts, home, ranks_per_node=4) == home
-
-
 @pytest.mark.parametrize("planner", [eplb, least_loaded])
-@pytest.mark.parametrize("spare", [0, 1, 2])
-@pytest.mark.parametrize("num_local", [1, 4, 16])
-@pytest.mark.parametrize("num_ranks", [4, 16, 64])
 @pytest.mark.parametrize("exponent", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_local", "spare"),
+    [(4, 1, 2), (4, 4, 1), (4, 16, 0), (4, 16, 2), (16, 1, 1), (16, 4, 0), (16, 16, 2), (64, 1, 0), (64, 4, 2)],
+)
 def test_no_plan_is_worse_than_none_if_few_ranks_have_rows(
     num_ranks: int, num_local: int, spare: int, exponent: float, planner: Any
 ) -> None:
@@ -107,18 +101,21 @@ def test_no_plan_is_worse_than_none_if_few_ranks_have_rows(
         assert busiest_over_mean(counts, found, on_node) < 1.1 < before
 
 
-def test_groups_that_would_be_worse_stay_at_home() -> None:
-    home = ExpertPlacement.contiguous(16, 4, spare=2)
-    counts = torch.zeros(4, 16, dtype=torch.int64)
+def test_experts_that_may_stay_at_home_do() -> None:
+    home = ExpertPlacement.contiguous(8, 4, spare=1)
+    for counts in (torch.full((8,), 5), torch.zeros(8, dtype=torch.int64), torch.zeros(4, 8)):
+        assert least_loaded(counts, home, ranks_per_node=4) == home
+    home, counts = ExpertPlacement.contiguous(16, 4, spare=2), torch.zeros(4, 16, dtype=torch.int64)
     counts[0] = 5
-    assert eplb(counts, home, ranks_per_node=2, num_groups=4) == home
-
-
-def test_one_rank_and_no_spare_slot() -> None:
-    for home in (ExpertPlacement.contiguous(4, 1), ExpertPlacement.contiguous(4, 2)):
+    assert eplb(counts, home, ranks_per_node=2, num_groups=4) == home  # groups would be worse
+    found = least_loaded(
+        torch.tensor([90, 1, 1, 1, 1, 1, 1, 1]), ExpertPlacement.contiguous(8, 2, spare=2), ranks_per_node=2
+    )
+    assert found.slots == ((0, 1, 2, 3, -1, -1), (4, 5, 6, 7, 0, -1))  # all others keep their slots
+    for home in (ExpertPlacement.contiguous(4, 1), ExpertPlacement.contiguous(4, 2)):  # one rank; no spare slot
         for planner in (eplb, least_loaded):
-            found = planner(torch.tensor([9, 9, 1, 1]), home, ranks_per_node=1)
-            assert sorted(expert for of_rank in found.slots for expert in of_rank) == [0, 1, 2, 3]
+            placed = planner(torch.tensor([9, 9, 1, 1]), home, ranks_per_node=1)
+            assert sorted(expert for of_rank in placed.slots for expert in of_rank) == [0, 1, 2, 3]
 
 
 def test_experts_of_a_group_stay_on_a_node() -> None:
@@ -127,12 +124,6 @@ def test_experts_of_a_group_stay_on_a_node() -> None:
     for node in (0, 1):
         held = {expert for of_rank in found.slots[2 * node : 2 * node + 2] for expert in of_rank if expert >= 0}
         assert {expert // 4 * 4 + i for expert in held for i in range(4)} == held
-
-
-def test_an_expert_that_stays_on_its_rank_keeps_its_slot() -> None:
-    home = ExpertPlacement.contiguous(8, 2, spare=2)
-    found = least_loaded(torch.tensor([90, 1, 1, 1, 1, 1, 1, 1]), home, ranks_per_node=2)
-    assert found.slots == ((0, 1, 2, 3, -1, -1), (4, 5, 6, 7, 0, -1))
 
 
 COUNTS: list[tuple[Tensor, dict[str, Any], str]] = [
@@ -180,18 +171,13 @@ def _too_large(counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) ->
     [
         ("_raises", r"Planner 'other' must return a placement, but it raised IndexError: list index out of range"),
         ("_none", r"Planner 'other' must return an ExpertPlacement, got NoneType"),
-        (
-            "_too_large",
-            r"must return a placement of 4 experts on 2 ranks with 2 slots each, got one of 4 experts on 2 ranks "
-            r"with 7 slots each",
-        ),
+        ("_too_large", r"must return a placement of .* with 2 slots each, got one of .* with 7 slots each"),
         ("ends_the_program", r"Planner 'other' cannot be used here: its import raised SystemExit: 2"),
         ("_missing", r"Planner 'other' cannot be used here: its import raised AttributeError"),
     ],
 )
-def test_planners_of_other_packages(monkeypatch: pytest.MonkeyPatch, function: str, told: str) -> None:
-    point = EntryPoint("other", f"{__name__}:{function}", planners.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(planners, "entry_points", lambda group: [point])
+def test_planners_of_other_packages(install_planner: Callable[[str], None], function: str, told: str) -> None:
+    install_planner(f"{__name__}:{function}")
     assert known_planners() == ["eplb", "exact", "least_loaded", "other"]
     with pytest.raises(ConfigError, match=told):
         run_planner("other", torch.ones(4), ExpertPlacement.contiguous(4, 2), ranks_per_node=2)

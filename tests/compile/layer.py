@@ -25,6 +25,7 @@ COMPILER = os.environ.get("CXX", "g++")
 needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"inductor needs a C++ compiler: {COMPILER}")
 
 Run = Callable[..., Tensor]
+Experts = Callable[[Dispatched], Tensor]
 
 
 def dispatcher_for(
@@ -49,6 +50,17 @@ class Layer(nn.Module):
         if self.dispatcher.config.weights == "experts":
             y = y * sent.weights.to(y.dtype).unsqueeze(1)
         return self.dispatcher.combine(y, sent)
+
+
+def layer_of(dispatcher: Dispatcher, experts: Experts = lambda sent: sent.rows) -> Run:
+    """A layer with these experts. Without any, each token gets its own row back for each of its experts."""
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor, plan: Plan | Layout | None = None) -> Tensor:
+        sent = dispatcher.dispatch(x, Routing(ids, weights), plan)
+        assert isinstance(sent, Dispatched)
+        return dispatcher.combine(experts(sent), sent)
+
+    return run
 
 
 def apply_experts(rows: Tensor, offs: Tensor, matrices: Tensor) -> Tensor:

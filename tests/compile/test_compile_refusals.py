@@ -11,21 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from moe_dispatch import BSHD, Dispatcher, Routing, Rows
-from moe_dispatch.backends import registry
+from moe_dispatch import BSHD, Routing, Rows
 from moe_dispatch.errors import ConfigError, InputError, StateError
-from moe_dispatch_testing.strict import StrictOptions
-from tests.compile.layer import Layer, dispatcher_for, tensors
+from tests.compile.layer import Layer, dispatcher_for, layer_of, tensors
 
-compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
-
-
-def _through(dispatcher: Dispatcher, change: Callable[[Tensor], Tensor] = lambda rows: rows) -> Callable[..., Tensor]:
-    def run(x: Tensor, ids: Tensor, weights: Tensor, plan: Any = None) -> Tensor:
-        sent = dispatcher.dispatch(x, Routing(ids, weights), plan)
-        return dispatcher.combine(change(sent.rows), sent)
-
-    return run
+compiled = partial(torch.compile, fullgraph=True, backend="eager")
 
 
 WRONG: dict[str, tuple[Callable[..., tuple[Tensor, ...]], str]] = {
@@ -42,7 +32,7 @@ WRONG: dict[str, tuple[Callable[..., tuple[Tensor, ...]], str]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_tensors_are_refused_as_in_eager_mode(what: str) -> None:
     wrong, text = WRONG[what]
-    run = _through(dispatcher_for())
+    run = layer_of(dispatcher_for())
     for function in (run, compiled(run)):
         given = [x.detach().requires_grad_(x.requires_grad) for x in wrong(*tensors(10, 0, torch.float32))]
         with pytest.raises(InputError, match=text):
@@ -50,39 +40,35 @@ def test_wrong_tensors_are_refused_as_in_eager_mode(what: str) -> None:
 
 
 def test_wrong_expert_rows_are_refused() -> None:
-    run = compiled(_through(dispatcher_for(), lambda rows: rows[:3]))
+    run = compiled(layer_of(dispatcher_for(), lambda sent: sent.rows[:3]))
     with pytest.raises(InputError, match=r"Dispatcher.combine: rows must be floating \(\d+, 16\)"):
         run(*tensors(10, 0, torch.float32))
 
 
-def test_backend_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_REGISTERED", {})
-    registry.register_backend(StrictOptions)
-    run = _through(dispatcher_for(StrictOptions.name))
-    run(*tensors(10, 0, torch.float32))
-    with pytest.raises(ConfigError, match=r"torch\.compile needs a backend whose state is tensors, got 'strict'"):
-        compiled(run)(*tensors(10, 0, torch.float32))
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's, of its own tracing
-def test_quantised_rows_of_a_backend_that_cannot_be_compiled() -> None:
-    fields: dict[str, Any] = {"hidden_size": 256, "wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32}
-    run = _through(dispatcher_for({"name": "deepep", "emulate": True}, **fields))
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("deepep", {"wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32}), ("deepep", {}), ("hybridep", {})],
+)
+def test_backends_that_cannot_be_compiled(name: str, fields: dict[str, Any]) -> None:
+    run = layer_of(dispatcher_for({"name": name, "emulate": True}, hidden_size=256, **fields))
     x, ids, weights = tensors(10, 0, torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"torch\.compile needs a backend whose state is tensors, got 'deepep'"):
-        compiled(run)(x.detach().repeat(1, 16), ids, weights)
+    inputs = x.detach().repeat(1, 16), ids, weights
+    run(*inputs)
+    with pytest.raises(ConfigError, match=rf"torch\.compile needs a backend whose state is tensors, got '{name}'"):
+        compiled(run)(*inputs)
 
 
 def test_backend_that_cannot_be_compiled_runs_where_compiling_is_disabled() -> None:
     dispatcher = dispatcher_for("alltoall")
     inputs = [tensor.detach() for tensor in tensors(10, 0, torch.float32)]
-    run = torch.compiler.disable(_through(dispatcher))
+    run = torch.compiler.disable(layer_of(dispatcher))
     assert torch.equal(torch.compile(lambda *args: run(*args) * 2, backend="eager")(*inputs), run(*inputs) * 2)
 
 
 def test_closed_dispatcher() -> None:
     dispatcher = dispatcher_for("local", max_tokens_per_rank=77)  # a channel of its own
-    run, inputs = compiled(_through(dispatcher)), tensors(10, 0, torch.float32)
+    run, inputs = compiled(layer_of(dispatcher)), tensors(10, 0, torch.float32)
     y = run(*inputs)
     dispatcher.close()
     with pytest.raises(StateError, match=r"channel 'local-.*' is not open"):
@@ -126,7 +112,7 @@ REFUSALS = (torch._dynamo.exc.Unsupported, torch._dynamo.exc.InternalTorchDynamo
 
 def test_plans_that_do_not_fit() -> None:
     dispatcher, inputs = dispatcher_for(), tensors(10, 0, torch.float32)
-    run = _through(dispatcher)
+    run = layer_of(dispatcher)
     for plan, text in (
         (dispatcher_for("alltoall").plan(like=inputs[0]), "of another config or group"),
         (dispatcher.plan(like=inputs[0][:5]), "the plan is for another number of tokens"),

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import Routing
-from moe_dispatch.errors import InputError, PeerError
 from moe_dispatch_testing import run_processes
 from tests.compile.layer import (
     Layer,
@@ -54,31 +53,6 @@ def _train(rank: int, backend: str) -> int:
 @pytest.mark.parametrize("backend", ["alltoall", "allgather"])
 def test_ranks_train_as_in_eager_mode_and_compile_once(backend: str) -> None:
     assert run_processes(_train, RANKS, backend, timeout=TIMEOUT) == [1] * RANKS
-
-
-def _refuse(rank: int, backend: str) -> str:
-    layer = _layer(rank, backend)
-    compiled = torch.compile(
-        lambda x, ids, weights: layer.dispatcher.dispatch(x, Routing(ids, weights)).rows,
-        fullgraph=True,
-        backend="aot_eager",
-    )
-    x, ids, weights = tensors(6, rank, torch.bfloat16)
-    with pytest.raises((InputError, PeerError)) as caught:
-        compiled(x, ids[: 6 - rank], weights[: 6 - rank])
-    compiled(x, ids, weights)  # the group is still in step
-    layer.dispatcher.close()
-    return f"{caught.type.__name__}: {caught.value}"
-
-
-@pytest.mark.slow  # on ranks that are threads, tests of operators show the same
-@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
-def test_peers_of_a_refused_call_hear_of_it(backend: str) -> None:
-    told = run_processes(_refuse, RANKS, backend, timeout=TIMEOUT)
-    kind, why = told[1].split(": ", 1)
-    assert kind == "InputError"
-    assert why.startswith("Dispatcher.dispatch: x has 6 tokens but routing has 5")
-    assert told[0] == f"PeerError: rank 1 refused: {why} [MD08]"
 
 
 def _differ(rank: int, backend: str, compiler: str, **fields: Any) -> list[list[Tensor | None]]:

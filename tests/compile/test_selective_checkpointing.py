@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_dispatch_testing import count_collectives
@@ -69,7 +70,7 @@ def test_other_modes_see_the_collectives_of_eager_mode() -> None:
     """Operators are used for what torch traces or keeps, not for whoever watches."""
     layer, calls = Layer(dispatcher_for("local"), torch.float32), []
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             calls.append(func.namespace)
             return func(*args, **(kwargs or {}))

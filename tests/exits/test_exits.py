@@ -27,20 +27,6 @@ def test_a_clean_job_ends_with_status_0(group: str, use: str) -> None:
         assert job.returncode == 0, job.stderr[-2000:]
 
 
-CLOSES_LATE = """
-import atexit
-held = []
-atexit.register(lambda: held[0].close())  # registered first, so it runs last
-from moe_dispatch import DispatcherConfig, build_dispatcher
-held.append(build_dispatcher(DispatcherConfig(backend="local", num_experts=4, top_k=2, hidden_size=8)))
-"""
-
-
-def test_a_dispatcher_may_be_closed_after_its_channel_let_go() -> None:
-    job = subprocess.run([sys.executable, "-c", CLOSES_LATE], capture_output=True, text=True, timeout=60, check=False)
-    assert (job.returncode, job.stderr) == (0, "")
-
-
 def _scripts() -> dict[str, str]:
     """The programs of the examples, and those that the pages show, by name."""
     found = {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in (ROOT / "examples").rglob("*.py")}

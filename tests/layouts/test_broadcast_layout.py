@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import LayoutError
-from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Masked, Rows, Shard, broadcast_layout
+from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Masked, Rows, broadcast_layout
 from moe_dispatch.layouts.encoding import encode
 from tests.ranks import run_ranks
 
@@ -38,24 +38,8 @@ def test_every_rank_gets_the_layout(layout: Layout, src: int) -> None:
         return broadcast_layout(layout if group.rank() == src else None, group, src)
 
     for received in run_ranks(body, 3):
-        assert type(received) is type(layout)
-        assert fields(received) == fields(layout)
-
-
-def fields(layout: Any) -> list[Any]:
-    """What a layout holds, written out by hand so that a field lost in transit shows."""
-    match layout:
-        case THD():
-            held = [layout.cu_seqlens, layout.cu_seqlens_padded, layout.max_seqlen, layout.num_rows()]
-        case Shard():
-            return [fields(layout.base), layout.index, layout.size, layout.kind]
-        case Rows():
-            held = [layout.count]
-        case Masked():
-            held = [layout.valid]
-        case _:
-            held = [layout.lengths]
-    return [(item.tolist(), item.dtype) if isinstance(item, Tensor) else item for item in held]
+        assert repr(received) == repr(layout)  # which shows every field, with values and dtypes of tensors
+        assert received.num_rows() == layout.num_rows()
 
 
 FOREIGN: Any = type("Foreign", (Layout,), dict.fromkeys(Layout.__abstractmethods__))()

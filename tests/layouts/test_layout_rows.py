@@ -6,41 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 
 from moe_dispatch.errors import LayoutError
 from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Masked, Rows
-from tests.layouts.written_batches import Batch, assemble, batches, build, on_device, zigzag
-
-FORMS = ("BSHD", "SBHD", "THD")
-
-
-@given(st.data(), st.sampled_from(FORMS), st.sampled_from([torch.int32, torch.int64]))
-def test_real_rows_are_those_that_hold_tokens(data: Any, form: str, dtype: torch.dtype) -> None:
-    batch = data.draw(batches(equal=form != "THD"))
-    layout, x = build(form, batch, dtype), assemble(form, batch.sequences())
-    tokens = layout.flatten(x)[:, 0]
-    layout.check(len(tokens))
-    valid, real = layout.valid_T(len(tokens)), layout.real_rows(len(tokens))
-    assert valid is not None
-    assert torch.equal(valid, tokens >= 0)
-    assert layout.num_real(len(tokens)) == batch.num_real == layout.num_real(None)
-    if real is None:
-        assert bool((tokens >= 0).all())
-    else:
-        assert torch.equal(tokens[real], tokens[tokens >= 0])
-        assert real.dtype == torch.int64
-
-
-@given(st.data(), st.sampled_from(FORMS))
-def test_unflatten_undoes_flatten(data: Any, form: str) -> None:
-    batch = data.draw(batches(equal=form != "THD"))
-    layout, x = build(form, batch), assemble(form, batch.sequences())
-    rows = layout.flatten(x)
-    assert torch.equal(layout.unflatten(rows, x), x)
-    assert torch.equal(layout.unflatten(rows.expand(-1, 2), x.shape), x.expand(*x.shape[:-1], 2))  # of another width
+from tests.layouts.written_batches import on_device
 
 
 @pytest.mark.parametrize(
@@ -89,29 +58,15 @@ def test_rows_counts_from_the_first(count: Any) -> None:
     assert layout.real_rows(3) is None
 
 
-@pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4)])
-def test_a_mask_says_of_each_row_whether_it_is_real(shape: tuple[int, ...]) -> None:
+def test_a_mask_says_of_each_row_whether_it_is_real() -> None:
     layout = Masked(torch.tensor([0, 1, 0, 1, 1, 0]).bool())
-    assert layout.flatten(torch.zeros(shape)).shape == (6, 4)
+    for shape in ((6, 4), (2, 3, 4)):
+        assert layout.flatten(torch.zeros(shape)).shape == (6, 4)
     assert layout.num_rows() == 6
     assert layout.num_real(6) == 3
     assert layout.valid_T(6).tolist() == [False, True, False, True, True, False]  # type: ignore[union-attr]
     assert layout.real_rows(6).tolist() == [1, 3, 4]  # type: ignore[union-attr]
     assert Masked(torch.ones(6).bool()).real_rows(6) is None
-
-
-@given(st.data(), st.sampled_from(FORMS))
-def test_lengths_on_a_device_are_not_read(data: Any, form: str) -> None:
-    batch = data.draw(batches(equal=form != "THD"))
-    tokens = build(form, batch).flatten(assemble(form, batch.sequences()))[:, 0]
-    with on_device():
-        layout = build(form, batch)
-        layout.check(len(tokens))
-        assert not layout.on_host
-        assert layout.num_real(len(tokens)) is None
-        valid = layout.valid_T(len(tokens), "cpu")
-    assert valid is not None
-    assert torch.equal(valid, tokens >= 0)
 
 
 def test_malformed_lengths_on_a_device_never_index_out_of_bounds() -> None:
@@ -153,29 +108,6 @@ def test_values_on_a_device_are_checked_on_request() -> None:
         layout.check(3, values=True)
 
 
-def written_positions(batch: Batch) -> list[Tensor]:
-    """(owned, 2) for each sequence: its number and the position, or -1 twice."""
-    return [
-        torch.tensor([[i, p] if p < real else [-1, -1] for p in range(rows)]).view(rows, 2)
-        for i, (real, rows) in enumerate(zip(batch.lengths, batch.owned, strict=False))
-    ]
-
-
-@given(st.data(), st.sampled_from(FORMS), st.integers(1, 3), st.integers(1, 3))
-def test_positions_of_every_part(data: Any, form: str, cp: int, tp: int) -> None:
-    batch = data.draw(batches(equal=form != "THD", multiple=2 * cp * tp))
-    for cp_rank in range(cp):
-        parts = [zigzag(one, cp_rank, cp) if cp > 1 else one for one in written_positions(batch)]
-        x = assemble(form, parts)
-        layout = build(form, batch).shard(cp_rank, cp, "zigzag")
-        dim = 1 if form == "BSHD" else 0
-        for tp_rank in range(tp):
-            part = x.narrow(dim, tp_rank * (x.shape[dim] // tp), x.shape[dim] // tp)
-            found = layout.shard(tp_rank, tp).positions(part.shape)
-            assert found.dtype == torch.int64
-            assert torch.equal(found.t(), part.reshape(-1, 2))
-
-
 @pytest.mark.parametrize(
     ("layout", "shape", "sequences", "positions"),
     [
@@ -212,15 +144,3 @@ def test_positions_written_out(
 )
 def test_sequences_without_tokens_count(layout: Layout, shape: tuple[int, ...], count: int) -> None:
     assert layout.num_sequences(shape) == count
-
-
-def test_positions_on_a_device_are_not_read() -> None:
-    batch = Batch(lengths=[3, 8], owned=[4, 8])
-    with on_device():
-        found = build("THD", batch).shard(1, 2, "zigzag").positions((6, 1))
-    assert found.tolist() == [[0, 0, 1, 1, 1, 1], [1, 2, 2, 3, 4, 5]]
-
-
-def test_positions_of_another_shape() -> None:
-    with pytest.raises(LayoutError, match=r"BSHD: x must hold one sequence per length, got \[B, S, D\] = \(3, "):
-        BSHD([1, 2]).positions((3, 4, 1))

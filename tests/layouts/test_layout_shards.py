@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_dispatch.errors import LayoutError
 from moe_dispatch.layouts import (
     BSHD,
-    SBHD,
     THD,
     Layout,
     Masked,
@@ -33,36 +32,73 @@ def sequence_parallel(form: str, x: Tensor, index: int, size: int) -> Tensor:
     return x.narrow(dim, index * part, part)
 
 
+def written_positions(batch: Batch) -> list[Tensor]:
+    """(owned, 2) for each sequence: its number and the position, or -1 twice."""
+    return [
+        torch.tensor([[i, p] if p < real else [-1, -1] for p in range(rows)]).view(rows, 2)
+        for i, (real, rows) in enumerate(zip(batch.lengths, batch.owned, strict=False))
+    ]
+
+
 def check_part(layout: Layout, x: Tensor) -> None:
+    """The layout says of each row of ``x`` whether it holds a token, and takes rows out of ``x`` and back."""
     tokens = layout.flatten(x)[:, 0]
-    layout.check(len(tokens), values=True)
-    valid = layout.valid_T(len(tokens))
-    assert layout.num_rows(x.shape) == len(tokens)
-    assert layout.num_rows() in (None, len(tokens))
+    rows, is_token = len(tokens), tokens >= 0
+    layout.check(rows, values=True)
+    valid, real = layout.valid_T(rows, "cpu"), layout.real_rows(rows)
+    assert layout.num_rows(x.shape) == rows
+    assert layout.num_rows() in (None, rows)
     assert valid is not None
-    assert torch.equal(valid, tokens >= 0)
-    assert layout.num_real(len(tokens)) == int((tokens >= 0).sum())
-    assert torch.equal(layout.unflatten(layout.flatten(x), x), x)
+    assert torch.equal(valid, is_token)
+    assert layout.num_real(rows) == int(is_token.sum())
+    if real is None:
+        assert is_token.all()
+    else:
+        assert torch.equal(real, is_token.nonzero()[:, 0])
+    back = layout.unflatten(layout.flatten(x).expand(-1, 2), x.shape)
+    assert torch.equal(back, x.expand(*x.shape[:-1], 2))
 
 
-@given(st.data(), st.sampled_from(FORMS), st.integers(1, 3), st.integers(1, 3))
-def test_context_parallel_then_sequence_parallel(data: Any, form: str, cp: int, tp: int) -> None:
+def check_on_device(make: Callable[[], Layout], x: Tensor, positions: Tensor) -> None:
+    """A layout with lengths on a device knows its rows, its mask and its positions without a look at them."""
+    with on_device():
+        layout = make()
+        rows = layout.num_rows(x.shape)
+        assert rows is not None
+        assert not layout.on_host
+        layout.check(rows)
+        assert layout.num_real(rows) is None
+        valid, found = layout.valid_T(rows), layout.positions(x.shape)
+    assert valid is not None
+    assert torch.equal(valid, x.reshape(-1) >= 0)
+    assert found.dtype == torch.int64
+    assert torch.equal(found.t(), positions.reshape(-1, 2))
+
+
+@given(st.data(), st.sampled_from(FORMS), st.sampled_from([torch.int32, torch.int64]))
+def test_context_parallel_then_sequence_parallel(data: Any, form: str, dtype: torch.dtype) -> None:
+    """Also the whole batch, as the only part."""
+    cp, tp = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     batch = data.draw(batches(equal=form != "THD", multiple=2 * cp * tp))
-    layout = build(form, batch)
+    layout = build(form, batch, dtype)
+    assert layout.num_real(None) == batch.num_real
     for cp_rank in range(cp):
-        x = assemble(form, [zigzag(sequence, cp_rank, cp) if cp > 1 else sequence for sequence in batch.sequences()])
+        x, positions = (
+            assemble(form, [zigzag(one, cp_rank, cp) if cp > 1 else one for one in sequences])
+            for sequences in (batch.sequences(), written_positions(batch))
+        )
         part = layout.shard(cp_rank, cp, "zigzag")
         check_part(part, x)
         for tp_rank in range(tp):
-            check_part(part.shard(tp_rank, tp), sequence_parallel(form, x, tp_rank, tp))
-
-
-@given(st.data(), st.sampled_from(FORMS), st.integers(2, 4))
-def test_contiguous_parts(data: Any, form: str, size: int) -> None:
-    batch = data.draw(batches(equal=form != "THD", multiple=size))
-    x = assemble(form, batch.sequences())
-    for index in range(size):
-        check_part(build(form, batch).shard(index, size), sequence_parallel(form, x, index, size))
+            own_x, own_positions = (sequence_parallel(form, whole, tp_rank, tp) for whole in (x, positions))
+            own = part.shard(tp_rank, tp)
+            check_part(own, own_x)
+            assert torch.equal(own.positions(own_x.shape).t(), own_positions.reshape(-1, 2))
+        check_on_device(
+            lambda cp_rank=cp_rank: build(form, batch).shard(cp_rank, cp, "zigzag").shard(tp - 1, tp),  # type: ignore[misc]
+            own_x,
+            own_positions,
+        )
 
 
 def test_packed_parts_may_cut_through_sequences() -> None:
@@ -71,38 +107,17 @@ def test_packed_parts_may_cut_through_sequences() -> None:
     assert masks == [[True, True], [True, False], [True, True], [True, False]]
 
 
-def test_parts_of_a_mask() -> None:
+def test_parts_of_masks_and_rows() -> None:
     layout = Masked(torch.tensor([1, 0, 0, 1, 1, 1]).bool())
-    assert [layout.shard(index, 3).valid_T(2).tolist() for index in range(3)] == [  # type: ignore[union-attr]
-        [True, False],
-        [False, True],
-        [True, True],
-    ]
-    assert [layout.shard(index, 3).num_real(2) for index in range(3)] == [1, 1, 2]
-
-
-def test_parts_of_rows() -> None:
+    parts = [layout.shard(index, 3) for index in range(3)]
+    assert [part.valid_T(2).tolist() for part in parts] == [[True, False], [False, True], [True, True]]  # type: ignore[union-attr]
+    assert [part.num_real(2) for part in parts] == [1, 1, 2]
     assert [Rows(3).shard(index, 3).num_real(2) for index in range(3)] == [2, 1, 0]
 
 
 @pytest.mark.parametrize("layout", [BSHD([2]), THD([0, 2]), Rows()])
 def test_one_rank_holds_the_whole(layout: Layout) -> None:
     assert layout.shard(0, 1) is layout
-
-
-@given(st.data(), st.sampled_from(FORMS))
-def test_parts_of_lengths_on_a_device_are_not_read(data: Any, form: str) -> None:
-    batch = data.draw(batches(equal=form != "THD", multiple=8))
-    x = assemble(form, [zigzag(sequence, 1, 2) for sequence in batch.sequences()])
-    local = sequence_parallel(form, x, 1, 2)
-    with on_device():
-        layout = build(form, batch).shard(1, 2, "zigzag").shard(1, 2)
-        rows = layout.num_rows(local.shape)
-        assert rows is not None
-        layout.check(rows)
-        valid = layout.valid_T(rows)
-    assert valid is not None
-    assert torch.equal(valid, local.reshape(-1) >= 0)
 
 
 @given(st.data(), st.sampled_from(FORMS), st.sampled_from(["zigzag", "contiguous"]), st.integers(1, 3))
@@ -116,7 +131,11 @@ def test_dividing_and_joining_a_tensor(data: Any, form: str, kind: Any, size: in
         else:
             assert torch.equal(part, sequence_parallel(form, x, index, size))
         check_part(layout.shard(index, size, kind), part)
-    assert torch.equal(unshard_from_context_parallel(parts, layout, kind), x)
+    with on_device():
+        layout = build(form, batch)  # whose lengths are not read
+        parts = [shard_for_context_parallel(x, layout, index, size, kind) for index in range(size)]
+        joined = unshard_from_context_parallel(parts, layout, kind)
+    assert torch.equal(joined, x)
 
 
 @pytest.mark.parametrize("shape", [(8, 3), (1, 8, 3), (8, 1, 3)])
@@ -134,30 +153,3 @@ def test_gradients_of_dividing_and_joining() -> None:
     torch.autograd.gradgradcheck(lambda x: shard_for_context_parallel(x, layout, 1, 2).square(), x)
     parts = torch.randn(2, 2, 2, 2, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(lambda parts: unshard_from_context_parallel(list(parts), layout), parts)
-
-
-def test_dividing_lengths_on_a_device_does_not_read_them() -> None:
-    batch = Batch(lengths=[3, 8], owned=[4, 8])
-    x = assemble("THD", batch.sequences())
-    with on_device():
-        layout = build("THD", batch)
-        parts = [shard_for_context_parallel(x, layout, index, 2) for index in range(2)]
-        joined = unshard_from_context_parallel(parts, layout)
-    assert torch.equal(joined, x)
-
-
-def test_dividing_refuses_what_does_not_divide() -> None:
-    with pytest.raises(LayoutError, match=r"S \(6\) must be divisible by 4 to be split zigzag over 2 ranks"):
-        shard_for_context_parallel(torch.zeros(1, 6, 2), BSHD(), 0, 2)
-    with pytest.raises(LayoutError, match=r"the rows of sequence 1 \(6\) must be divisible by 4"):
-        shard_for_context_parallel(torch.zeros(14, 2), THD([0, 8, 14]), 0, 2)
-    with pytest.raises(LayoutError, match=r"the rows \(14\) must be divisible by 4"):
-        shard_for_context_parallel(torch.zeros(14, 2), THD([0, 8, 14]), 0, 4, "contiguous")
-    with pytest.raises(LayoutError, match="must not decrease"):
-        shard_for_context_parallel(torch.zeros(8, 2), THD([0, 12, 8]), 0, 2)
-
-
-@pytest.mark.parametrize("shapes", [[], [(2, 2, 3), (2, 4, 3)]])
-def test_joining_refuses_parts_of_different_shapes(shapes: list[tuple[int, ...]]) -> None:
-    with pytest.raises(LayoutError, match="shards must be tensors of one shape, got shapes"):
-        unshard_from_context_parallel([torch.zeros(shape) for shape in shapes], SBHD())

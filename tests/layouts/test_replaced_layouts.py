@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch.errors import LayoutError
 from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Masked, Rows
 
 LAYOUTS: list[Layout] = [
@@ -57,8 +56,3 @@ def test_a_replaced_field_counts() -> None:
     assert dataclasses.replace(THD([0, 2, 3]), cu_seqlens=[0, 5]).known_rows() == 5
     assert dataclasses.replace(Rows(3), count=2).num_real(8) == 2
     assert dataclasses.replace(BSHD([2, 1]), lengths=None).all_real
-
-
-def test_rows_take_their_number_once() -> None:
-    with pytest.raises(LayoutError, match=r"num_real and count are the same number, got 3 and 2\. Pass one"):
-        Rows(3, count=2)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch.layouts import BSHD, SBHD, THD, Layout
+from moe_dispatch_testing import refuse_host_syncs
 
 NO_TOKEN = -1.0
 
@@ -73,23 +72,6 @@ def batches(draw: st.DrawFn, *, equal: bool, multiple: int = 1) -> Batch:
     return Batch(lengths=[draw(st.integers(0, rows)) for rows in owned], owned=owned)
 
 
-class NoSync(TorchDispatchMode):
-    """Refuse every operation that would wait for a device: scalars to the host, and data-dependent shapes."""
-
-    SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave")
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(name in str(func) for name in self.SYNCS):
-            raise AssertionError(f"{func} is a host sync")
-        indices = args[1] if "aten.index" in str(func) and isinstance(args[1], list | tuple) else ()
-        if any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices):
-            raise AssertionError("indexing by a mask is a host sync")
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def on_device(*, may_sync: bool = False) -> Iterator[None]:
     """Within it CPU tensors count as a device's, and nothing may wait for them unless ``may_sync``."""
@@ -97,5 +79,5 @@ def on_device(*, may_sync: bool = False) -> Iterator[None]:
         for module in ("base", "conversion", "rows", "thd"):
             patches.enter_context(mock.patch(f"moe_dispatch.layouts.{module}.is_host", return_value=False))
         if not may_sync:
-            patches.enter_context(NoSync())
+            patches.enter_context(refuse_host_syncs())
         yield
