@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -91,7 +91,8 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], kind
         partial.write_bytes(package.save(tensors, {kind.key: str(FORMAT), **metadata}))
         partial.replace(path)
     except Exception as error:  # safetensors has exceptions of its own, for example for a full disk
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder itself may be gone
+            partial.unlink(missing_ok=True)
         raise TraceError(f"{kind.writer}: {path} cannot be written: {error}. Use another path.") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,17 +180,25 @@ def test_wrong_on_one_rank_is_told_on_all(
     assert f"rank {wrong} refused: " in str(results[1 - wrong])
 
 
-def test_file_that_cannot_be_written_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: Any) -> None:
-        raise OSError("No space left on device")
+@pytest.mark.parametrize("becomes", ["a folder", "a file in place of its folder"])
+def test_file_that_cannot_be_written_in_the_end(tmp_path: Path, becomes: str) -> None:
+    path = tmp_path / "runs" / "run.safetensors"
 
-    monkeypatch.setattr(Path, "write_bytes", full)
-    written, peer = outcomes(lambda group: _enter(group, tmp_path / "run.safetensors"), 2)
+    def body(group: dist.ProcessGroup) -> None:
+        dispatcher = build_dispatcher(small_config("alltoall"), group)
+        with Trace.record(dispatcher, path):
+            identity_round(dispatcher)
+            if group.rank() == 0 and becomes == "a folder":
+                (path / "full").mkdir(parents=True)
+            elif group.rank() == 0:
+                path.parent.rmdir()
+                path.parent.touch()
+
+    written, peer = outcomes(body, 2)
     assert isinstance(written, TraceError)
     assert isinstance(peer, PeerError)
-    assert "run.safetensors cannot be written: No space left on device. Use another path." in str(written)
-    assert "The trace was not written: " in written.__notes__[0]
-    assert list(tmp_path.iterdir()) == []
+    assert re.search(r"run.safetensors cannot be written: .* Use another path\.", str(written))
+    assert [entry.name for entry in tmp_path.rglob(".run*")] == []
 
 
 @dataclasses.dataclass(frozen=True)
