@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.errors import CapacityError
-from moe_dispatch_testing import Ranks
 from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
-from tests.dispatchers.layer import NUM_EXPERTS, TOP_K, Group, expert_weights, raises_everywhere, random_rows
+from tests.dispatchers.layer import NUM_EXPERTS, TOP_K, Group, expert_weights, on_ranks, raises_everywhere, random_rows
 
-RANKS = Ranks()
 WEIGHTS = expert_weights(dtype=torch.float64)
 TOKENS = {1: (8,), 4: (8, 5, 0, 3), 8: (8, 1, 0, 6, 8, 2, 0, 3)}
-# A backend, the ranks, and which of its two bounds are finite.
-BOUNDS = [
-    ("local", 1, "rows"),
-    ("alltoall", 1, "both"),
-    *((backend, size, "rows") for backend in ("allgather", "alltoall") for size in (4, 8)),
-    *(("alltoall", size, bound) for bound in ("pair", "both") for size in (4, 8)),
-]
 HOW_FAR = {"at": lambda needed: needed, "one above": lambda needed: needed - 1, "far above": lambda needed: needed // 3}
-
-
-def on_kept_ranks(body: Callable[[Group], Any], size: int) -> list[Any]:
-    return RANKS.run(body, size) if size > 1 else [body(None)]
 
 
 def room(demand: tuple[int, int], bound: str, how_far: str) -> dict[str, int]:
@@ -41,37 +27,53 @@ def kept_counts(mine: Load, kept: set[Any]) -> list[int]:
     return [sum(slot[2] == expert for slot in kept) for expert in range(8)]
 
 
-def run_dropping(backend: str, mine: Load, room: dict[str, int], **fields: Any) -> None:
-    """Dispatch with so much room, and hold everything against the reference."""
-    config = safe_config(backend, size=mine.size, **room, **fields)
+def run_all(config: DispatcherConfig, mine: Load) -> list[Any]:
+    """What each rank came to, and what it was told at the end."""
 
-    def body(group: Group) -> tuple[Any, ...]:
+    def body(group: Group) -> tuple[Any, Any]:
         dispatcher = build_dispatcher(config, group)
         result = run_layer(dispatcher, mine, WEIGHTS, group)
-        needed = dispatcher.check()
-        dispatcher.close()  # groups are used again, and with them the channel would be
-        return *result, needed
+        try:
+            return result, dispatcher.check()
+        except CapacityError as error:
+            return result, error
 
-    results = on_kept_ranks(body, mine.size)
+    return on_ranks(body, mine.size)
+
+
+def run_dropping(backend: str, mine: Load, room: dict[str, int], **fields: Any) -> None:
+    """Dispatch with so much room, and hold everything against the reference."""
+    results = run_all(safe_config(backend, size=mine.size, **room, **fields), mine)
     rows, pair_rows = mine.demand()
     kept = mine.kept(room.get("rows", rows), room.get("pair_rows"))
-    assert torch.cat([result[4] for result in results]).tolist() == kept_counts(mine, kept)
-    expect_same(collected([result[:5] for result in results]), expected(mine, kept, WEIGHTS))
-    overflowed = len(kept) < len(mine.slots())
-    for result in results:
-        required = result[5]
-        assert (required.rows, required.overflowed) == (rows, overflowed)
-        assert required.pair_rows == (pair_rows if backend == "alltoall" else 0)
+    assert torch.cat([result[4] for result, _ in results]).tolist() == kept_counts(mine, kept)
+    expect_same(collected([result for result, _ in results]), expected(mine, kept, WEIGHTS))
+    for _, needed in results:
+        assert (needed.rows, needed.overflowed) == (rows, len(kept) < len(mine.slots()))
+        assert needed.pair_rows == (pair_rows if backend == "alltoall" else 0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "how_far"),
-    [
-        *((kind, "one above") for kind in ("ties", "close", "signs")),
-        *((kind, how_far) for kind in ("skewed", "holes") for how_far in HOW_FAR),
-    ],
-)
-@pytest.mark.parametrize(("backend", "size", "bound"), BOUNDS)
+# A backend, the ranks, which of its two bounds are finite, how much is missing, and what is routed.
+DROPS = [
+    ("local", 1, "rows", "at", "skewed"),
+    ("local", 1, "rows", "one above", "ties"),
+    ("local", 1, "rows", "far above", "holes"),
+    ("alltoall", 1, "both", "one above", "signs"),
+    ("allgather", 4, "rows", "at", "holes"),
+    ("allgather", 4, "rows", "one above", "close"),
+    ("allgather", 4, "rows", "far above", "skewed"),
+    ("alltoall", 4, "rows", "far above", "skewed"),
+    ("alltoall", 4, "pair", "at", "skewed"),
+    ("alltoall", 4, "pair", "one above", "ties"),
+    ("alltoall", 4, "pair", "far above", "holes"),
+    ("alltoall", 4, "both", "one above", "skewed"),
+    ("alltoall", 4, "both", "one above", "signs"),
+    ("alltoall", 4, "both", "far above", "holes"),
+    ("alltoall", 8, "both", "far above", "skewed"),
+]
+
+
+@pytest.mark.parametrize(("backend", "size", "bound", "how_far", "kind"), DROPS)
 def test_the_lightest_are_dropped(backend: str, size: int, bound: str, how_far: str, kind: str) -> None:
     mine = load(TOKENS[size], kind)
     run_dropping(backend, mine, room(mine.demand(), bound, how_far), pad_multiple=4 if kind == "holes" else 1)
@@ -90,40 +92,33 @@ def test_who_is_dropped_does_not_depend_on_the_wire(wire_dtype: str) -> None:
         dispatcher.close()
         return sent.real_tokens_per_expert
 
-    assert torch.cat(on_kept_ranks(body, 4)).tolist() == kept_counts(mine, mine.kept(9, 4))
+    assert torch.cat(on_ranks(body, 4)).tolist() == kept_counts(mine, mine.kept(9, 4))
 
 
-@pytest.mark.parametrize("how_far", HOW_FAR)
-@pytest.mark.parametrize(("backend", "size", "bound"), BOUNDS)
+@pytest.mark.parametrize(
+    ("backend", "size", "bound", "how_far"),
+    [
+        ("local", 1, "rows", "one above"),
+        ("allgather", 4, "rows", "one above"),
+        ("alltoall", 4, "pair", "one above"),
+        ("alltoall", 4, "both", "at"),
+        ("alltoall", 4, "both", "far above"),
+    ],
+)
 def test_raise_is_heard_on_all_ranks_alike(backend: str, size: int, bound: str, how_far: str) -> None:
     """``load`` overflows the first ranks only, and on allgather and alltoall the others must hear of it."""
     mine = load(TOKENS[size])
     fits = room(mine.demand(), bound, how_far)
-    config = safe_config(backend, size=size, on_overflow="raise", **fits)
-
-    def body(group: Group) -> Any:
-        dispatcher = build_dispatcher(config, group)
-        run_layer(dispatcher, mine, WEIGHTS, group)
-        try:
-            return dispatcher.check()
-        except CapacityError as error:
-            return error
-        finally:
-            dispatcher.close()
-
-    results = on_kept_ranks(body, size)
-    rows, pair_rows = mine.demand()
+    told = [told for _, told in run_all(safe_config(backend, size=size, on_overflow="raise", **fits), mine)]
     if how_far == "at":
-        assert [result.overflowed for result in results] == [False] * size
+        assert [required.overflowed for required in told] == [False] * size
         return
-    raises_everywhere(
-        results, CapacityError, "Dispatcher.check: a dispatch must need at most", f"got {rows} (capacity_factor "
-    )
+    rows, pair_rows = mine.demand()
     let_through = size * fits.get("pair_rows", 8) * min(TOP_K, NUM_EXPERTS // size)
     texts = [f"at most {min(fits['rows'], let_through)} rows"] if "rows" in fits else []
     texts += [f"and {fits['pair_rows']} rows to each rank", f" and {pair_rows} (pair_rows "] if bound != "rows" else []
-    raises_everywhere(results, CapacityError, *texts, "or raise these limits. Results since then lack rows.")
-    assert len(set(map(str, results))) == 1
+    raises_everywhere(told, CapacityError, f"got {rows} (capacity_factor ", *texts, "Results since then lack rows.")
+    assert len(set(map(str, told))) == 1
 
 
 def test_one_rank_overflows_alone() -> None:
@@ -149,11 +144,6 @@ def test_equal_weights_are_dropped_from_the_end() -> None:
 
 def test_a_weight_that_is_no_number_is_seen_rather_than_dropped() -> None:
     ids, weights = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0.5, 0.75], [float("nan"), 0.25]])
-    config = safe_config("local", rows=1)
-
-    def body(group: Group) -> tuple[Tensor, ...]:
-        return run_layer(build_dispatcher(config, group), Load((ids,), (weights,)), WEIGHTS, group)
-
-    y = body(None)[0]
+    y = run_layer(build_dispatcher(safe_config("local", rows=1)), Load((ids,), (weights,)), WEIGHTS, None)[0]
     assert y[1].isnan().all()
     assert not y[0].any()

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import StateError
 from tests.dispatchers.layer import small_config
 from tests.ranks import run_ranks
@@ -39,35 +39,40 @@ def allocated(*values: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+class Wires(TorchDispatchMode):
+    """Bytes of what each collective sends and receives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.nbytes.append(sum(tensor.nbytes for tensor in args if isinstance(tensor, Tensor)))
+        return func(*args, **(kwargs or {}))
+
+
 def config(backend: str, **changes: Any) -> DispatcherConfig:
     sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "max_tokens_per_rank": MAXIMUM}
     return small_config(backend, **{**sizes, "graph_safe": True, **changes})
 
 
 @pytest.mark.parametrize(
-    ("pad_multiple", "capacity", "dtype"),
-    [(1, "worst", torch.float32), (16, 1.25, torch.bfloat16), (16, "worst", torch.float64), (1, 1.25, torch.bfloat16)],
+    ("backend", "size", "pad_multiple", "capacity", "dtype"),
+    [
+        ("local", 1, 1, "worst", torch.float32),
+        ("local", 1, 16, 1.25, torch.bfloat16),
+        ("alltoall", 1, 16, "worst", torch.float64),
+        ("alltoall", 2, 1, 1.25, torch.bfloat16),
+        ("alltoall", 2, 16, "worst", torch.float32),
+        ("allgather", 2, 16, 1.25, torch.bfloat16),
+        ("allgather", 2, 1, "worst", torch.float64),
+    ],
 )
-@pytest.mark.parametrize(("backend", "size"), [("local", 1), ("alltoall", 1), ("alltoall", 2), ("allgather", 2)])
 def test_bytes_are_those_allocated(
-    backend: str, size: int, pad_multiple: int, capacity: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    backend: str, size: int, pad_multiple: int, capacity: Any, dtype: torch.dtype
 ) -> None:
-    wires: list[int] = []
-
-    def recorded(name: str) -> Any:
-        original = getattr(Communicator, name)
-
-        def collective(self: Communicator, out: Tensor, inp: Tensor, *args: Any, label: str) -> Any:
-            if label == "dispatch" and self.rank == 0:
-                wires.append(out.nbytes + inp.nbytes)
-            return original(self, out, inp, *args, label=label)
-
-        return collective
-
-    for name in ("all_to_all", "all_gather"):
-        monkeypatch.setattr(Communicator, name, recorded(name))
-
-    def body(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
+    def body(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int], list[int]]:
         drops = None if capacity == "worst" else "drop"
         given = config(backend, pad_multiple=pad_multiple, capacity_factor=capacity, on_overflow=drops)
         dispatcher = build_dispatcher(given, group)
@@ -75,12 +80,14 @@ def test_bytes_are_those_allocated(
         ids = torch.randint(0, EXPERTS, (len(x), TOP_K))
         plan = dispatcher.plan(like=x)
         told = plan.bytes(dtype)
-        sent = dispatcher.dispatch(x, Routing(ids, torch.rand(len(x), TOP_K)), plan)
+        with Wires() as wires:
+            sent = dispatcher.dispatch(x, Routing(ids, torch.rand(len(x), TOP_K)), plan)
         route = sent.state.route
         tables = [getattr(route, name) for name in TABLES if hasattr(route, name)]
-        return told, {"rows": allocated(sent.rows), "weights": allocated(sent.weights), "index": allocated(*tables)}
+        found = {"rows": allocated(sent.rows), "weights": allocated(sent.weights), "index": allocated(*tables)}
+        return told, found, wires.nbytes
 
-    told, found = run_ranks(body, size)[0]
+    told, found, wires = run_ranks(body, size)[0]
     assert told == found | ({"wire": wires[0]} if wires else {})
     assert bool(wires) == (backend != "local")
 

@@ -18,6 +18,7 @@ from moe_dispatch.communication import Communicator
 from moe_dispatch.replay import RoutingTable, replayed
 from moe_dispatch_testing import count_collectives
 from moe_dispatch_testing.ranks import run_ranks, thread_group
+from tests import ranks
 from tests.dispatchers.layer import cut_layer, expert_weights, random_routing, random_rows, small_config
 from tests.pages import relative
 
@@ -111,14 +112,13 @@ def side_by_side(layers: list[Layer], x: Tensor) -> Tensor:
 def test_router_gradients_are_those_of_the_dense_model(name: str) -> None:
     """transformers #48687: the loss was right and the gradient of the router was not."""
     fields, tolerance = BACKENDS[name]
-    of_ranks = run_ranks(lambda group: train(group, fields, one_by_one), RANKS)
+    of_ranks = ranks.run_ranks(lambda group: train(group, fields, one_by_one), RANKS)
     for number, want in enumerate(dense_gradients()):
         got = torch.stack([gradients[1 + 2 * number] for gradients in of_ranks]).sum(0)
         assert relative(got, want) <= tolerance, f"layer {number}"
 
 
-@pytest.mark.parametrize("arrange", [checkpointed, reentrant])
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("name", "arrange"), [*zip(BACKENDS, [checkpointed, reentrant] * 4, strict=True)])
 def test_full_checkpointing_with_uneven_rows(name: str, arrange: Callable[[list[Layer], Tensor], Tensor]) -> None:
     """Automodel #3325: the recomputation had other shapes, and torch raised CheckpointError."""
     fields, _ = BACKENDS[name]
@@ -127,7 +127,7 @@ def test_full_checkpointing_with_uneven_rows(name: str, arrange: Callable[[list[
         want, got = (train(group, fields, way) for way in (one_by_one, arrange))
         return all(torch.equal(one, other) for one, other in zip(want, got, strict=True))
 
-    assert run_ranks(body, RANKS) == [True] * RANKS
+    assert ranks.run_ranks(body, RANKS) == [True] * RANKS
 
 
 @pytest.fixture
@@ -145,8 +145,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("arrange", [one_by_one, side_by_side, checkpointed])
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("name", "arrange"), [*zip(BACKENDS, [side_by_side, checkpointed] * 4, strict=True)])
 def test_all_ranks_call_collectives_in_one_order(
     name: str, arrange: Callable[[list[Layer], Tensor], Tensor], started: dict[int, list[str]]
 ) -> None:
@@ -160,13 +159,13 @@ def test_all_ranks_call_collectives_in_one_order(
 
 def test_outputs_and_gradients_at_ep_32() -> None:
     """Automodel #2676: with ep_size 32 the loss was wrong, with 16 it was right. 256 ids need more than a byte."""
-    ranks, rows, experts, top_k, hidden = 32, 3, 256, 6, 16
+    size, rows, experts, top_k, hidden = 32, 3, 256, 6, 16
     config = small_config("alltoall", num_experts=experts, top_k=top_k, hidden_size=hidden)
-    x, grad = (random_rows(ranks * rows, hidden, seed=seed) for seed in (0, 1))
-    routing = random_routing(ranks * rows, num_experts=experts, top_k=top_k)
+    x, grad = (random_rows(size * rows, hidden, seed=seed) for seed in (0, 1))
+    routing = random_routing(size * rows, num_experts=experts, top_k=top_k)
     weights = expert_weights(experts, hidden)
-    got = cut_layer(config, [rows] * ranks, x, routing, grad, weights)
-    want = cut_layer(config.replace(backend="local"), [ranks * rows], x, routing, grad, weights)
+    got = cut_layer(config, [rows] * size, x, routing, grad, weights)
+    want = cut_layer(config.replace(backend="local"), [size * rows], x, routing, grad, weights)
     for name, tensor in want.items():
         torch.testing.assert_close(got[name], tensor, atol=1e-5, rtol=1e-5)
 
@@ -189,7 +188,7 @@ def test_padding_of_a_replayed_routing_goes_to_no_expert() -> None:
         counts: list[int] = dispatcher.metrics(gather=True).real_tokens_per_expert.tolist()
         return counts
 
-    for counts in run_ranks(body, 2):
+    for counts in ranks.run_ranks(body, 2):
         assert counts[0] == 0
         assert sum(counts) == 2 * 2 * sum(lengths.values()) * 2  # ranks, dispatches, tokens, slots
 

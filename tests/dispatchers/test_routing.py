@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.dispatchers.autograd import pad, trim
 from moe_dispatch.errors import InputError
 from moe_dispatch.permutation import merge_slots
 from tests.dispatchers.layer import random_rows, small_config
@@ -127,25 +126,3 @@ def test_ids_without_duplicates_are_left_alone() -> None:
     merged_ids, merged_weights = merge_slots(ids_TK, weights_TK, asks=True)
     assert merged_ids is ids_TK
     assert merged_weights is weights_TK
-
-
-@pytest.mark.parametrize("padding", [0, 2])
-def test_rows_taken_are_put_back_and_their_gradients_too(padding: int) -> None:
-    rows_TD, chosen = torch.randn(6, 3, requires_grad=True), torch.tensor([0, 2, 5])
-    taken = pad(rows_TD, chosen, 3 + padding)
-    back = trim(taken, chosen, 6)
-    keep = torch.tensor([1.0, 0, 1, 0, 0, 1]).unsqueeze(1)
-    assert torch.equal(taken[:3], rows_TD[chosen])
-    assert torch.equal(taken[3:], torch.zeros(padding, 3))
-    assert torch.equal(back, rows_TD * keep)
-    back.backward(torch.full((6, 3), 2.0))
-    assert rows_TD.grad is not None
-    assert torch.equal(rows_TD.grad, (2 * keep).expand(6, 3))
-
-
-@pytest.mark.parametrize(("rows", "padded"), [(3, 3), (3, 8), (0, 4), (0, 0)])
-def test_padding_is_appended_and_trimmed(rows: int, padded: int) -> None:
-    tensor = torch.randn(rows, 2)
-    out = pad(tensor, None, padded, -1)
-    assert torch.equal(out, torch.cat((tensor, torch.full((padded - rows, 2), -1.0))))
-    assert torch.equal(trim(out, None, rows), tensor)

@@ -21,6 +21,7 @@ GRID = Grid(tp=2, cp=2, dp=2)
 HALVES = (Packed(lengths=(5, 8, 1), padded=(8, 8, 16), seed=0), Packed(lengths=(13, 0, 7), padded=(16, 8, 8), seed=1))
 
 
+@pytest.mark.slow
 def test_gradients_of_eight_ranks_are_those_of_one() -> None:
     """Experts lie over the two halves of the data, so that ranks of one group hold different sequences."""
     job = Job(

@@ -9,122 +9,157 @@ import logging
 import pickle
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, final
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 from moe_dispatch import Dispatcher, build_dispatcher
-from moe_dispatch.backends import BackendContext
+from moe_dispatch.backends import (
+    Arrived,
+    Backend,
+    BackendContext,
+    BackendOptions,
+    Constraints,
+    MoEShape,
+    Sizes,
+    register_backend,
+    registry,
+)
 from moe_dispatch.backends.alltoall.options import AllToAllOptions
-from moe_dispatch.backends.local import Local
-from moe_dispatch.dispatchers import channel as channels
 from moe_dispatch.errors import ConfigError, StateError
+from moe_dispatch_testing.ranks import thread_group
 from tests.dispatchers.layer import Group, identity_round, on_ranks, random_routing, random_rows, small_config
 
 
+class Told(BackendOptions):
+    """``alltoall``, which tells when a rank opens and closes it."""
+
+    name = "told"
+    collective: bool = False
+    events: ClassVar[list[tuple[str, int]]] = []
+
+    def constraints(self, shape: MoEShape) -> Constraints:
+        return AllToAllOptions().constraints(shape)
+
+    def open(self, context: BackendContext) -> Backend:
+        return CollectiveBackend(context) if self.collective else ToldBackend(context)
+
+
+class ToldBackend(Backend):
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.inner = AllToAllOptions().open(context)
+        Told.events.append(("open", context.communicator.rank))
+
+    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        return self.inner.dispatch(rows_TD, ids_TK, weights_TK, sizes)
+
+    def refuse(self, device: torch.device) -> None:
+        self.inner.refuse(device)
+
+    def close(self) -> None:
+        Told.events.append(("close", self.context.communicator.rank))
+
+
+@final
+class CollectiveBackend(ToldBackend):
+    collective_close = True
+
+
 @pytest.fixture
-def closed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The backends that were closed."""
-    gc.collect()  # what other tests left behind
-    found: list[Any] = []
-    monkeypatch.setattr(Local, "close", lambda backend: found.append(backend))
-    return found
+def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What was opened and closed, with the rank."""
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+    register_backend(Told)
+    Told.events.clear()
+    return Told.events
+
+
+OPEN, CLOSE = ("open", 0), ("close", 0)
 
 
 class Layer(nn.Module):
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, backend: str = "local") -> None:
         super().__init__()
         self.router = nn.Linear(4, 4)
-        self.dispatcher = build_dispatcher(small_config("local", **fields))
+        self.dispatcher = build_dispatcher(small_config(backend))
 
 
-def test_groups_do_not_share() -> None:
-    def body(group: Group) -> str:
-        return build_dispatcher(small_config(), group)._channel.name
+def test_dispatchers_of_one_group_and_config_share(events: list[tuple[str, int]]) -> None:
+    store = HashStore()
 
-    assert len({*on_ranks(body, 2), *on_ranks(body, 2)}) == 4
+    def body(group: Group) -> None:
+        layers = [build_dispatcher(small_config("told"), group) for _ in range(2)]
+        layers.append(build_dispatcher(small_config("told"), thread_group(store, group.rank(), 2)))
+        layers.append(build_dispatcher(small_config("told", pad_multiple=2), group))
+        for layer in layers:
+            identity_round(layer)
+
+    on_ranks(body, 2)
+    assert [events.count(("open", rank)) for rank in range(2)] == [3, 3]
 
 
-def test_the_last_to_close_closes_the_backend(closed: list[Any]) -> None:
-    one, two = (build_dispatcher(small_config("local", top_k=3)) for _ in range(2))
-    backend = one._channel.backend
+def test_the_last_to_close_closes_the_backend(events: list[tuple[str, int]]) -> None:
+    one, two = (build_dispatcher(small_config("told")) for _ in range(2))
     one.close()
     one.close()
-    assert not closed
-    two.dispatch(random_rows(3), random_routing(3, top_k=3))
+    identity_round(two)
+    assert events == [OPEN]
     two.close()
-    assert closed == [backend]
-    with pytest.raises(StateError, match="must be open, got a closed one of backend 'local'"):
+    assert events == [OPEN, CLOSE]
+    with pytest.raises(StateError, match="must be open, got a closed one of backend 'told'"):
         two.plan()
-    third = build_dispatcher(small_config("local", top_k=3))
-    assert third._channel.backend is not backend
-    third.close()
+    build_dispatcher(small_config("told")).close()
+    assert events == [OPEN, CLOSE, OPEN, CLOSE]
 
 
-def test_a_dispatcher_that_is_collected_gives_its_share_back(closed: list[Any]) -> None:
-    dispatcher = build_dispatcher(small_config("local", top_k=4))
-    backend = dispatcher._channel.backend
-    del dispatcher
-    gc.collect()
-    assert closed == [backend]
-    assert all(channel.backend is not backend for channel in channels._channels.values())
-
-
-def test_a_backward_keeps_the_channel_open(closed: list[Any]) -> None:
-    dispatcher = build_dispatcher(small_config("local", top_k=4))
-    x, way = random_rows(5).requires_grad_(), random_routing(5, top_k=4)
+def test_a_backward_keeps_open_what_a_collected_dispatcher_gives_back(events: list[tuple[str, int]]) -> None:
+    dispatcher = build_dispatcher(small_config("told"))
+    x, way = random_rows(5).requires_grad_(), random_routing(5)
     sent = dispatcher.dispatch(x, way)
     y = dispatcher.combine(dispatcher.dispatch(x, again=sent).rows, sent)
     del dispatcher, sent
     gc.collect()
-    assert not closed
+    assert events == [OPEN]
     y.sum().backward()
     torch.testing.assert_close(x.grad, way.topk_weights.sum(1, keepdim=True).expand(5, 16))
     del y
     gc.collect()
-    assert len(closed) == 1
+    assert events == [OPEN, CLOSE]
 
 
 def test_a_collective_close_is_left_to_the_caller(
-    closed: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    events: list[tuple[str, int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Local, "collective_close", True)
-    dispatcher = build_dispatcher(small_config("local", top_k=5))
+    config = small_config({"name": "told", "collective": True})
+    dispatcher = build_dispatcher(config)
     del dispatcher
     gc.collect()
-    assert not closed
+    assert events == [OPEN]
     assert "was collected without close(): its buffers stay until the process ends" in caplog.text
-    build_dispatcher(small_config("local", top_k=5)).close()
-    assert len(closed) == 1
+    build_dispatcher(config).close()
+    assert events == [OPEN, OPEN, CLOSE]
 
 
-def test_all_ranks_open_where_one_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_open_where_one_has_to(events: list[tuple[str, int]]) -> None:
     """Opening is collective, and a rank cannot know which channels its peers still have."""
-    opened: list[int] = []
-    original = AllToAllOptions.open
-
-    def recorded(options: AllToAllOptions, context: BackendContext) -> Any:
-        opened.append(context.communicator.rank)
-        return original(options, context)
-
-    monkeypatch.setattr(AllToAllOptions, "open", recorded)
 
     def body(group: Group) -> None:
-        first = build_dispatcher(small_config(), group)
+        first = build_dispatcher(small_config("told"), group)
         if group.rank() == 1:
             del first
             gc.collect()
-        second = build_dispatcher(small_config(), group)
+        second = build_dispatcher(small_config("told"), group)
         identity_round(second)
         if group.rank() == 0:
-            assert first._channel is not second._channel
             first.close()
-        identity_round(build_dispatcher(small_config(), group))
+        identity_round(build_dispatcher(small_config("told"), group))
 
     on_ranks(body, 2)
-    assert sorted(opened) == [0, 0, 1, 1]
+    assert sorted(rank for event, rank in events if event == "open") == [0, 0, 1, 1]
 
 
 def test_a_state_outlives_the_dispatcher_of_another_layer() -> None:
@@ -137,26 +172,27 @@ def test_a_state_outlives_the_dispatcher_of_another_layer() -> None:
     torch.testing.assert_close(one.combine(sent.rows, sent), x * way.topk_weights.sum(1, keepdim=True))
 
 
-def test_deepcopy_shares_the_channel_and_has_its_own_life(closed: list[Any]) -> None:
-    layer = Layer(top_k=2, pad_multiple=5)
+def test_deepcopy_shares_the_channel_and_has_its_own_life(events: list[tuple[str, int]]) -> None:
+    layer = Layer("told")
     twin = copy.deepcopy(layer)
-    backend = layer.dispatcher._channel.backend
-    assert twin.dispatcher._channel is layer.dispatcher._channel
     assert twin.dispatcher.config == layer.dispatcher.config
     sent = layer.dispatcher.dispatch(random_rows(3), random_routing(3))
     with pytest.raises(StateError, match="sent must come from this dispatcher"):
         twin.dispatcher.combine(sent.rows, sent)
     layer.dispatcher.close()
     identity_round(twin.dispatcher)
-    assert not closed
+    assert events == [OPEN]
     del twin
     gc.collect()
-    assert closed == [backend]
+    assert events == [OPEN, CLOSE]
 
 
 def test_no_state_dict_keys_parameters_or_buffers() -> None:
     layer = Layer()
     layer.dispatcher.self_test()
+    for backend in ("alltoall", "allgather", "deepep", "hybridep"):
+        options: Any = {"name": backend, "emulate": True} if backend in ("deepep", "hybridep") else backend
+        assert not build_dispatcher(small_config(options, hidden_size=256)).state_dict()
     assert list(layer.state_dict()) == ["router.weight", "router.bias"]
     assert not [*layer.dispatcher.parameters(), *layer.dispatcher.buffers()]
     layer.load_state_dict(Layer().state_dict(), strict=True)
@@ -200,34 +236,32 @@ def test_an_explicit_name_is_never_replaced(caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
 
 
-def test_a_dispatcher_is_a_module_with_a_readable_repr() -> None:
-    dispatcher = build_dispatcher(small_config("local"), name="layers.7")
-    sizes = "num_experts=8, top_k=2, hidden_size=16"
-    assert isinstance(dispatcher, Dispatcher)
-    assert repr(dispatcher) == f"Dispatcher(backend='local', rank 0 of 1, {sizes}, name='layers.7')"
+def test_repr_shows_the_group_the_sizes_and_submodules() -> None:
+    def body(group: Group) -> str:
+        return repr(build_dispatcher(small_config("alltoall"), group, name="layers.7"))
+
+    for rank, shown in enumerate(on_ranks(body, 2)):
+        assert shown.startswith(f"Dispatcher(backend='alltoall', rank {rank} of 2, num_experts=8, top_k=2, ")
+        assert "name='layers.7'" in shown
+    dispatcher = build_dispatcher(small_config("local"))
+    dispatcher.experts = nn.ModuleList([nn.Linear(2, 3)])
+    assert "(experts): ModuleList(\n    (0): Linear(in_features=2, out_features=3, bias=True)" in repr(dispatcher)
     dispatcher.close()
-    assert f"(backend='local', rank 0 of 1, closed, {sizes}, " in repr(dispatcher)
-    assert on_ranks(lambda group: repr(build_dispatcher(small_config(), group)), 2) == [
-        f"Dispatcher(backend='alltoall', rank {rank} of 2, {sizes})" for rank in range(2)
-    ]
+    assert "closed" in repr(dispatcher)
 
 
-def test_repr_shows_submodules_and_survives_a_build_that_failed() -> None:
+def test_repr_survives_a_build_that_failed() -> None:
     class Half(Dispatcher):
         def __init__(self, config: Any) -> None:
             try:
                 super().__init__(config)
-                self.experts = nn.ModuleList([nn.Linear(2, 3)])
             finally:
-                self.shown = repr(self)
-                shown.append(self.shown)
+                shown.append(repr(self))
 
     shown: list[str] = []
-    Half(small_config("local"))
-    assert "(experts): ModuleList(\n    (0): Linear(in_features=2, out_features=3, bias=True)" in shown[0]
     with pytest.raises(ConfigError):
         Half({"backend": "local"})
-    assert shown[1] == "Half()"
+    assert shown == ["Half()"]
 
 
 @pytest.mark.parametrize("save", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())], ids=["pickle", "torch"])

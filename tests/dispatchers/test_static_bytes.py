@@ -19,11 +19,9 @@ SIZE, TOKENS, HIDDEN = 4, 8, 128
 KINDS = ["balanced", "skewed", "last_expert", "duplicates", "nowhere", "partly_nowhere"]
 
 
-def step(
-    kind: str, *, backend: str = "alltoall", dtype: torch.dtype = torch.float32, **fields: Any
-) -> Callable[[Group], list[Collective]]:
+def step(kind: str, dtype: torch.dtype, **fields: Any) -> Callable[[Group], list[Collective]]:
     """Dispatch, combine and their backwards; the collectives of a rank, in order."""
-    config = safe_config(backend, size=SIZE, hidden_size=HIDDEN, **fields)
+    config = safe_config("alltoall", size=SIZE, hidden_size=HIDDEN, **fields)
 
     def body(group: Group) -> list[Collective]:
         with allow_host_syncs():
@@ -52,18 +50,20 @@ WIRES: list[tuple[torch.dtype, str | None, int, int]] = [
 
 # The width of a row does not depend on where rows go: each kind with one wire, and each wire with one kind.
 @pytest.mark.parametrize(
-    ("dtype", "wire", "row", "row_back", "kind"),
-    [*((*WIRES[0], kind) for kind in KINDS), *((*wire, "skewed") for wire in WIRES[1:])],
+    ("dtype", "wire", "row", "row_back", "kind", "pair_rows"),
+    [
+        *((*WIRES[0], kind, pair_rows) for kind, pair_rows in zip(KINDS, [1, 3, None, 3, 1, None], strict=True)),
+        *((*wire, "skewed", pair_rows) for wire, pair_rows in zip(WIRES[1:], [3, 1, 3], strict=True)),
+    ],
 )
-@pytest.mark.parametrize("pair_rows", [1, 3, None])
 def test_bytes_are_those_of_the_pairs(
-    dtype: torch.dtype, wire: str | None, row: int, row_back: int, pair_rows: int | None, kind: str
+    dtype: torch.dtype, wire: str | None, row: int, row_back: int, kind: str, pair_rows: int | None
 ) -> None:
     others = (SIZE - 1) * (pair_rows or TOKENS)
     slots = TOP_K * (4 + 2)  # a float32 weight and an int16 id
     packet = round_up(row + slots + 4, 4)  # and how many slots were wanted
     packet_back = round_up(row_back + TOP_K * 4, 4)
     wanted = [others * nbytes for nbytes in (packet, row_back, row_back, packet_back)]
-    for calls in on_ranks(step(kind, dtype=dtype, wire_dtype=wire, pair_rows=pair_rows), SIZE):
+    for calls in on_ranks(step(kind, dtype, wire_dtype=wire, pair_rows=pair_rows), SIZE):
         assert [call.op for call in calls] == ["alltoall_base"] * 4
         assert [call.nbytes for call in calls] == wanted

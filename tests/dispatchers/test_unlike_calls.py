@@ -46,32 +46,26 @@ def call(dispatcher: Dispatcher, planned: bool, dtype: torch.dtype = torch.float
     return dispatcher.dispatch(x, random_routing(4), dispatcher.plan(like=x) if planned else None)
 
 
-def refused(name: str, *unlike: Any) -> list[Any]:
-    """What the ranks raise if one calls ``unlike[0]``, the other ``unlike[1]``; a right call comes after."""
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_dtypes_and_grad_modes_that_differ(name: str) -> None:
+    """gloo ended a process that received more than it had room for, and peers of a rank without gradients hung."""
     fields, planned = EXCHANGES[name]
 
-    def body(group: Group) -> Exception:
+    def body(group: Group) -> list[Exception]:
         dispatcher = build_dispatcher(small_config(**fields), group)
-        with pytest.raises(InputError) as caught:
-            unlike[group.rank()](dispatcher, planned)
-        identity_round(dispatcher) if name != "agreement on the largest" else call(dispatcher, planned)
-        return caught.value
+        errors: list[Exception] = []
+        for unlike in (partial(call, dtype=torch.float64), torch.no_grad()(call)):
+            with pytest.raises(InputError) as caught:
+                (unlike if group.rank() else call)(dispatcher, planned)
+            errors.append(caught.value)
+            call(dispatcher, planned)
+        return errors
 
-    return outcomes(body, 2)
-
-
-@pytest.mark.parametrize("name", EXCHANGES)
-def test_dtypes_that_differ(name: str) -> None:
-    """gloo ended the process of one rank: it received more bytes than it had room for."""
+    of_dtypes, of_modes = zip(*on_ranks(body, 2), strict=True)
     text = "Ranks disagree on the dtype of x: rank 0 has 'float32', rank 1 has 'float64'. Make the same call on every"
-    raises_everywhere(refused(name, call, partial(call, dtype=torch.float64)), InputError, text)
-
-
-@pytest.mark.parametrize("name", EXCHANGES)
-def test_grad_modes_that_differ(name: str) -> None:
-    """A rank that records no gradients left its peers waiting in the backward."""
+    raises_everywhere([*of_dtypes], InputError, text)
     text = "Ranks disagree on grad mode: rank 0 has 'enabled', rank 1 has 'disabled'."
-    raises_everywhere(refused(name, call, torch.no_grad()(call)), InputError, text)
+    raises_everywhere([*of_modes], InputError, text)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +90,7 @@ def test_a_dispatch_without_a_plan_meets_another_call(debug: bool, verb: str, to
         identity_round(dispatcher)
         return caught.value
 
-    raises_everywhere(outcomes(body, 2), InputError, f"Ranks disagree on the call: {told}")
+    raises_everywhere(on_ranks(body, 2), InputError, f"Ranks disagree on the call: {told}")
 
 
 def test_numbers_of_the_exchange_of_counts_tell_all_calls_apart() -> None:
@@ -112,7 +106,7 @@ def test_numbers_of_the_exchange_of_counts_tell_all_calls_apart() -> None:
     )
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("name", [name for name in EXCHANGES if name != "check"])
 def test_one_rank_swaps_two_layers(name: str) -> None:
     """The rows have equal sizes, so nothing else tells that they reach the experts of another layer."""
     fields, planned = EXCHANGES[name]
@@ -126,11 +120,8 @@ def test_one_rank_swaps_two_layers(name: str) -> None:
             call(layer, planned)
         return caught.value
 
-    text = (
-        "Ranks disagree on the dispatcher: rank 0 has \"'layers.0', number 0\", rank 2 has \"'layers.1', number 1\". "
-        "Make the same call on every rank."
-    )
-    raises_everywhere(outcomes(body, 4), InputError, text)
+    text = "Ranks disagree on the dispatcher: rank 0 has \"'layers.0', number 0\", rank 2 has \"'layers.1', number 1\"."
+    raises_everywhere(on_ranks(body, 4), InputError, text)
 
 
 @pytest.mark.parametrize("name", ["counts", "agreement", "debug"])

@@ -10,18 +10,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from moe_dispatch import build_dispatcher
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.watchdog import RankNote, Watch, WatchedCall, _late, watch_group, watch_of
+from moe_dispatch.watchdog import RankNote, Watch, WatchedCall, watch_group, watch_of
 from moe_dispatch_testing import run_processes, run_ranks
-from moe_dispatch_testing.ranks import TIMEOUT
+from moe_dispatch_testing.ranks import thread_group
 from tests.dispatchers.layer import (
+    Group,
     identity_round,
     outcomes,
     raises_everywhere,
@@ -51,110 +54,80 @@ OTHER = note("counts of 'other' (call 7)")
 COMBINE = note("combine (call 7)")
 
 
-@pytest.mark.parametrize(
-    ("notes", "late"),
-    [
-        ([HERE, HERE], []),
-        ([HERE, GONE, ELSEWHERE], [1]),  # a rank that is gone keeps others elsewhere
-        ([HERE, None], [1]),
-        ([ELSEWHERE, HERE], [0]),
-        ([HERE, SENDING], [1]),
-        ([HERE, note(state="after", ended=True), ELSEWHERE], [1]),
-        ([HERE, note(ended=True), ELSEWHERE], [2]),  # rank 1 failed in the call, too
-        ([HERE, HERE, COMBINE], [2]),
-        ([HERE, OTHER], []),  # names may differ
-        ([HERE, HERE, OTHER], [2]),
-        ([HERE, GONE, COMBINE, HERE], [2]),  # and 1 aborted
-        ([HERE, note("counts (call 8)"), HERE], [1]),
-        ([HERE, COMBINE], [0, 1]),  # a tie accuses nobody
-        ([HERE, note("counts (call 8)")], [0, 1]),
-        ([HERE, HERE, COMBINE, COMBINE], [0, 1, 2, 3]),
-        ([HERE, HERE, OTHER, OTHER], []),
-        ([HERE, COMBINE, note("dispatch (call 8)", raised="dispatch (call 7)")], [2]),
-        ([note(raised="rows (call 6)"), COMBINE], [0]),
-    ],
-)
-def test_who_is_late(notes: list[RankNote | None], late: list[int]) -> None:
-    assert _late(notes) == late
+OF_0, OF_1, OF_2 = (f"because of rank {rank} on a" for rank in range(3))
+TIE = "Nothing shows which of them is wrong: compare the calls of ranks "
+NOBODY = "5 s, although ranks 0, 1"
 
 
 @pytest.mark.parametrize(
     ("notes", "texts"),
     [
-        ([HERE, GONE], ["because of rank 1 on a: rank 0 is in counts (call 7); rank 1 is without a sign"]),
-        ([HERE, note("rows (call 5)", alive=False)], ["after taking part in combine (call 6). Look at rank 1 first"]),
-        ([HERE, note("- (call 0)", state="after")], ["rank 1 is before its first call"]),
-        ([HERE, None], ["on an unknown host", "rank 1 is before its first dispatcher with a watchdog"]),
-        ([HERE, SENDING], ["elsewhere for 1 s after starting dispatch (call 7)"]),
-        ([HERE, HERE], ["5 s, although ranks 0, 1 are in counts", "Look at the network"]),
+        ([HERE, HERE], [f"{NOBODY} are in counts", "Look at the network"]),
+        ([HERE, GONE], [f"{OF_1}: rank 0 is in counts (call 7); rank 1 is without a sign"]),
+        ([HERE, GONE, ELSEWHERE], [OF_1]),  # a rank that is gone keeps others elsewhere
         (
-            [note(seconds=6.5), note(seconds=1.1), note(seconds=6.1)],
-            ["because of rank 1 on a: rank 1 came long after the first rank, and now ranks 0, 1, 2 are in counts"],
+            [HERE, None],
+            ["because of rank 1 on an unknown host", "rank 1 is before its first dispatcher with a watchdog"],
         ),
-        ([note(seconds=3.5), note(seconds=1.1)], ["5 s, although ranks 0, 1 are in counts"]),  # an early failure
-        ([HERE, HERE, COMBINE], ["because of rank 2 on", "in different orders: ranks 0, 1 are in"]),
-        ([HERE, COMBINE], ["Nothing shows which of them is wrong: compare the calls of ranks 0, 1."]),
+        ([ELSEWHERE, HERE], [OF_0]),
+        ([HERE, SENDING], [OF_1, "elsewhere for 1 s after starting dispatch (call 7)"]),
+        ([HERE, note(state="after", ended=True), ELSEWHERE], [OF_1]),
+        ([HERE, note(ended=True), ELSEWHERE], [OF_2]),  # rank 1 failed in the call, too
+        ([HERE, HERE, COMBINE], [OF_2, "in different orders: ranks 0, 1 are in"]),
+        ([HERE, OTHER], ["5 s, although rank 0 is in"]),  # names may differ
+        ([HERE, HERE, OTHER], [OF_2]),
+        ([HERE, GONE, COMBINE, HERE], [OF_2]),  # and 1 aborted
+        ([HERE, note("counts (call 8)"), HERE], [OF_1]),
+        ([HERE, COMBINE], [f"{TIE}0, 1."]),
+        ([HERE, note("counts (call 8)")], [f"{TIE}0, 1."]),
+        ([HERE, HERE, COMBINE, COMBINE], [f"{TIE}0, 1, 2, 3."]),
+        ([HERE, HERE, OTHER, OTHER], [NOBODY]),
+        ([HERE, COMBINE, note("dispatch (call 8)", raised="dispatch (call 7)")], [OF_2]),
         (
             [note(raised="rows (call 6)"), COMBINE],
-            ["because of rank 0 on", "rank 0 is in counts (call 7), after an error of its own in rows (call 6)"],
+            [OF_0, "in counts (call 7), after an error of its own in rows (call 6)"],
         ),
+        ([HERE, note("rows (call 5)", alive=False)], ["after taking part in combine (call 6). Look at rank 1 first"]),
+        ([HERE, note("- (call 0)", state="after")], ["rank 1 is before its first call"]),
+        (
+            [note(seconds=6.5), note(seconds=1.1), note(seconds=6.1)],
+            [f"{OF_1}: rank 1 came long after the first rank, and now ranks 0, 1, 2 are in counts"],
+        ),
+        ([note(seconds=3.5), note(seconds=1.1)], [NOBODY]),  # an early failure
         ([], ["no answer from the store", "rank 0 of the job, or the agent of torchrun"]),
     ],
 )
-def test_texts(notes: list[RankNote | None], texts: list[str]) -> None:
+def test_who_is_named(notes: list[RankNote | None], texts: list[str]) -> None:
     group = one_rank()
     watch = watch_group(group, 5)
     watch.layer = "layers.3"
     told = watch._text(WatchedCall(watch, 7, "counts", 64), notes)
-    begin = "Watchdog: counts of 'layers.3' (call 7), 64 bytes from rank 0, failed or took longer than 5 s"
-    assert told.startswith(begin)
+    assert told.startswith(
+        "Watchdog: counts of 'layers.3' (call 7), 64 bytes from rank 0, failed or took longer than 5 s"
+    )
     for text in texts:
         assert text in told
 
 
-def _skips_combine(group: dist.ProcessGroup) -> None:
+def _skips_combine(group: Group) -> None:
     rank = group.rank()
-    dispatcher = build_dispatcher(small_config(watchdog=1), group, name=f"layers.{rank}")
+    dispatcher = build_dispatcher(small_config(watchdog=0.5), group, name=f"layers.{rank}")
     sent = dispatcher.dispatch(random_rows(4), random_routing(4))
     if rank != 1:
         dispatcher.combine(sent.rows, sent)
     else:
-        time.sleep(3)
+        time.sleep(2)
 
 
-def _told_by_threads(rank: int) -> list[str]:
-    return [f"{type(result).__name__}: {result}" for result in outcomes(_skips_combine, 4)]
-
-
-def test_ranks_that_are_threads_name_the_one_that_stays_away() -> None:
-    """In a process of its own: late in whole runs of the suite the ranks got the error of gloo, nobody knows why."""
-    (told,) = run_processes(_told_by_threads, 1)
-    assert told.pop(1) == "NoneType: None"
-    for text in told:
-        assert text.startswith("LostPeerError: ")
-        for part in ("combine of 'layers.", "because of rank 1 on", "rank 1 is elsewhere for", "after dispatch of"):
-            assert part in text
-
-
-def _comes_late(group: dist.ProcessGroup) -> None:
+def _comes_late(group: Group) -> None:
     """Rank 2 comes after the time limit, while the other ranks read the notes for two beats."""
-    dispatcher = build_dispatcher(small_config(watchdog=3), group)
+    dispatcher = build_dispatcher(small_config(watchdog=2), group)
     if group.rank() == 2:
-        time.sleep(3.4)
+        time.sleep(2.3)
     dispatcher.dispatch(random_rows(4), random_routing(4))
 
 
-def _told_of_a_late_rank(rank: int) -> list[str]:
-    return [str(result) for result in outcomes(_comes_late, 4)]
-
-
-def test_a_rank_that_comes_during_the_search_is_named() -> None:
-    (told,) = run_processes(_told_of_a_late_rank, 1)
-    assert "because of rank 2 on" in told[0]
-    assert "because of rank 2 on" in told[1]
-
-
-def _early_failure(group: dist.ProcessGroup) -> tuple[float, str]:
+def _early_failure(group: Group) -> tuple[float, str]:
     """Rank 0 fails at once; the others have a time limit that is not over."""
     watch = watch_group(group, 2)
     begin = time.monotonic()
@@ -164,13 +137,6 @@ def _early_failure(group: dist.ProcessGroup) -> tuple[float, str]:
     return time.monotonic() - begin, watch.explain(call)
 
 
-def test_ranks_that_fail_later_tell_what_the_first_one_read() -> None:
-    (_, first), (begun, second) = run_ranks(_early_failure, 2)
-    assert "although ranks 0, 1 are in counts" in first
-    assert second.split("2 s")[1] == first.split("2 s")[1]
-    assert begun < 2
-
-
 class _Interrupted:
     """Stands in for a collective in which this rank gets Ctrl-C."""
 
@@ -178,7 +144,7 @@ class _Interrupted:
         raise KeyboardInterrupt
 
 
-def _interrupted_on_rank_0(group: dist.ProcessGroup) -> str:
+def _interrupted_on_rank_0(group: Group) -> str:
     watch = watch_group(group, 0.5)
     if group.rank():
         watch.call = WatchedCall(watch, 2, "rows", 0)
@@ -190,31 +156,75 @@ def _interrupted_on_rank_0(group: dist.ProcessGroup) -> str:
     return ""
 
 
-def test_a_rank_that_catches_an_interruption_is_named() -> None:
+def _all_that_wait(rank: int) -> Any:
+    """On ranks 1 and 2 what is told in a sub-group, and on rank 0 what threads that wait at the same time are told."""
+    group = dist.new_group([1, 2], backend="gloo")
+    if rank == 1:
+        watch = watch_group(group, 0.5)
+        return watch.explain(WatchedCall(watch, 1, "counts", 0))
+    if rank == 2:  # which never had a watch
+        return time.sleep(1)
+    bodies: list[tuple[Callable[[Group], Any], int]] = [
+        (_skips_combine, 4),
+        (_comes_late, 4),
+        (_early_failure, 2),
+        (_interrupted_on_rank_0, 2),
+    ]
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda job: outcomes(*job), bodies)
+    return {
+        body.__name__: [f"{type(told).__name__}: {told}" if isinstance(told, Exception) else told for told in results]
+        for (body, _), results in zip(bodies, found, strict=True)
+    }
+
+
+@pytest.fixture(scope="module")
+def told() -> list[Any]:
+    """In processes of their own: late in whole runs of the suite ranks got the error of gloo, nobody knows why."""
+    return run_processes(_all_that_wait, 3)
+
+
+def test_ranks_that_are_threads_name_the_one_that_stays_away(told: list[Any]) -> None:
+    first, absent, *others = told[0]["_skips_combine"]
+    assert absent is None
+    for text in (first, *others):
+        assert text.startswith("LostPeerError: ")
+        for part in ("combine of 'layers.", "because of rank 1 on", "rank 1 is elsewhere for", "after dispatch of"):
+            assert part in text
+
+
+def test_a_rank_that_comes_during_the_search_is_named(told: list[Any]) -> None:
+    for text in told[0]["_comes_late"][:2]:
+        assert "because of rank 2 on" in text
+
+
+def test_ranks_that_fail_later_tell_what_the_first_one_read(told: list[Any]) -> None:
+    (_, first), (begun, second) = told[0]["_early_failure"]
+    assert "although ranks 0, 1 are in counts" in first
+    assert second.split("2 s")[1] == first.split("2 s")[1]
+    assert begun < 2
+
+
+def test_a_rank_that_catches_an_interruption_is_named(told: list[Any]) -> None:
     """Also by the only other rank, which is in the next collective."""
-    told = run_ranks(_interrupted_on_rank_0, 2)[1]
-    assert "because of rank 0 on" in told
-    assert "after an error of its own in counts (call 1); rank 1 is in rows (call 2). Look at rank 0 first" in told
+    text = told[0]["_interrupted_on_rank_0"][1]
+    assert "because of rank 0 on" in text
+    assert "after an error of its own in counts (call 1); rank 1 is in rows (call 2). Look at rank 0 first" in text
 
 
-def test_a_group_without_a_store_is_refused() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        bare = dist.ProcessGroup(group.rank(), group.size())  # type: ignore[call-arg]
-        gloo = group._get_backend(torch.device("cpu"))
-        bare._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        bare._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        build_dispatcher(small_config(watchdog=5), bare)
-
-    raises_everywhere(outcomes(body, 2), ConfigError, "watchdog=5 needs a process group whose store can be cloned")
+def test_ranks_of_a_sub_group_have_both_numbers(told: list[Any]) -> None:
+    assert "0 bytes from rank 0 of the group (1 of the job)" in told[1]
+    assert "Look at rank 1 of the group (2 of the job) first" in told[1]
 
 
-def test_a_store_that_cannot_be_cloned_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r'whose store can be cloned \(Tried to call .*clone"\)'):
-        watch_group(dist.ProcessGroup(dist.Store(), 0, 1), 5)
+def test_a_group_without_a_store_that_can_be_cloned_is_refused() -> None:
+    for group in (dist.ProcessGroup(0, 1), dist.ProcessGroup(dist.Store(), 0, 1)):  # type: ignore[call-arg]
+        with pytest.raises(ConfigError, match="watchdog=5 needs a process group whose store can be cloned"):
+            watch_group(group, 5)
 
 
 def test_one_time_limit_for_the_open_dispatchers_of_a_group() -> None:
-    def body(group: dist.ProcessGroup) -> None:
+    def body(group: Group) -> None:
         first = build_dispatcher(small_config(watchdog=5), group)
         with pytest.raises(ConfigError, match="watchdog must be 5 as in the open dispatchers of the group, not 6"):
             build_dispatcher(small_config(watchdog=6), group)
@@ -228,23 +238,27 @@ def test_one_time_limit_for_the_open_dispatchers_of_a_group() -> None:
     run_ranks(body, 2)
 
 
-def test_the_environment_sets_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "7.5")
+@pytest.fixture
+def set_limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    return lambda text: monkeypatch.setenv(VARIABLE, text)
 
-    def limit(group: dist.ProcessGroup) -> float:
+
+def test_the_environment_sets_the_time_limit(set_limit: Callable[[str], None]) -> None:
+    set_limit("7.5")
+
+    def limit(group: Group) -> float | None:
         identity_round(build_dispatcher(small_config(), group))
         watch = watch_of(group)
-        assert watch is not None
-        return watch.seconds
+        return watch and watch.seconds
 
     assert run_ranks(limit, 2) == [7.5, 7.5]
 
 
-@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan", "1e-300", "1e300"])
-def test_an_environment_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv(VARIABLE, text)
-    results = outcomes(lambda group: build_dispatcher(small_config(), group), 2)
-    raises_everywhere(results, ConfigError, f"{VARIABLE} must be a number of seconds from 0.1 to 1000000, got {text!r}")
+def test_an_environment_that_is_no_number_is_refused(set_limit: Callable[[str], None]) -> None:
+    for text in ("soon", "0", "-1", "inf", "nan", "1e-300", "1e300"):
+        set_limit(text)
+        results = outcomes(lambda group: build_dispatcher(small_config(), group), 2)
+        raises_everywhere(results, ConfigError, f"{VARIABLE} must be a number of seconds from 0.1", f"got {text!r}")
 
 
 def test_ranks_with_other_limits_are_refused() -> None:
@@ -253,10 +267,9 @@ def test_ranks_with_other_limits_are_refused() -> None:
 
 
 def test_without_a_watchdog_there_is_no_thread_and_no_note() -> None:
-    def body(group: dist.ProcessGroup) -> object:
-        dispatcher = build_dispatcher(small_config(), group)
-        identity_round(dispatcher)
-        return dispatcher._channel.communicator.watch
+    def body(group: Group) -> object:
+        identity_round(build_dispatcher(small_config(), group))
+        return watch_of(group)
 
     before = _threads()
     assert run_ranks(body, 2) == [None, None]
@@ -277,7 +290,7 @@ def _until(condition: Callable[[], bool], seconds: float = 5) -> bool:
 def test_the_thread_ends_with_its_group() -> None:
     before = _threads()
 
-    def body(group: dist.ProcessGroup) -> None:
+    def body(group: Group) -> None:
         dispatcher = build_dispatcher(small_config(watchdog=5), group)
         identity_round(dispatcher)
         dispatcher.close()
@@ -289,7 +302,7 @@ def test_the_thread_ends_with_its_group() -> None:
 
 
 def test_copies_share_the_watch_and_have_names() -> None:
-    def body(group: dist.ProcessGroup) -> list[str]:
+    def body(group: Group) -> list[str]:
         dispatcher = build_dispatcher(small_config(watchdog=5), group, name="teacher")
         other = build_dispatcher(small_config(watchdog=5), group, name="student")
         watch = watch_of(group)
@@ -304,8 +317,10 @@ def test_copies_share_the_watch_and_have_names() -> None:
 
 
 def test_both_groups_are_watched_where_a_control_group_is_given() -> None:
-    def body(group: dist.ProcessGroup) -> list[str]:
-        control = _second(group)
+    store = HashStore()
+
+    def body(group: Group) -> list[str]:
+        control = thread_group(store, group.rank(), 2)
         config = small_config("allgather", watchdog=5)
         identity_round(build_dispatcher(config, group, control_group=control, name="layers.0"))
         watches = [watch_of(one) for one in (group, control)]
@@ -314,19 +329,10 @@ def test_both_groups_are_watched_where_a_control_group_is_given() -> None:
     assert run_ranks(body, 2) == [["combine", "sizes"]] * 2
 
 
-def _second(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    store = dist.PrefixStore("control", group.get_group_store())
-    control = dist.ProcessGroup(store, group.rank(), group.size())
-    gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), TIMEOUT)
-    control._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    control._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    return control
-
-
 class _Event:
-    """Stands in for a CUDA event that has or has not come."""
+    """Stands in for a CUDA event that has or has not come, and tells whether a graph is captured."""
 
-    done = False
+    done = captured = False
     asked = 0
 
     def record(self) -> None:
@@ -339,11 +345,11 @@ class _Event:
 
 @pytest.fixture
 def gpu_watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
-    _Event.done, _Event.asked = False, 0
+    _Event.done, _Event.captured, _Event.asked = False, False, 0
     monkeypatch.setattr(torch.cuda, "Event", _Event)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: _Event.captured)
     group = one_rank()
-    watch = watch_group(group, 0.5)
+    watch = watch_group(group, 0.2)
     for number, label in enumerate(("counts", "rows"), 1):
         watch.call = WatchedCall(watch, number, label, 0)
         watch.call.move("after")
@@ -355,43 +361,24 @@ def gpu_watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 def test_a_collective_that_hangs_on_a_gpu_is_logged(gpu_watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "moe_dispatch"):
         assert _until(lambda: bool(caplog.messages))
-        time.sleep(0.3)
+        time.sleep(0.15)
     (message,) = caplog.messages  # once, and by the first of the calls that hang
-    assert message.startswith("Watchdog: counts (call 1), 0 bytes from rank 0, failed or took longer than 0.5 s")
+    assert message.startswith("Watchdog: counts (call 1), 0 bytes from rank 0, failed or took longer than 0.2 s")
 
 
-def test_collectives_that_a_gpu_ends_are_forgotten(gpu_watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
-    _Event.done = True
-    gpu_watch.keep(gpu_watch.call)
-    assert [call for _, call in gpu_watch._marks] == [gpu_watch.call]
-    assert gpu_watch.finished.label == "rows"
-    time.sleep(0.8)
-    assert not caplog.messages
-
-
-def test_nothing_asks_a_gpu_while_a_graph_is_captured(gpu_watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_a_gpu_has_ended_is_forgotten_and_a_graph_is_not_asked_for(
+    gpu_watch: Watch, caplog: pytest.LogCaptureFixture, captured: bool
+) -> None:
+    _Event.done, _Event.captured = not captured, captured
     gpu_watch.keep(gpu_watch.call)
     asked = _Event.asked
-    time.sleep(0.8)
-    assert _Event.asked == asked
-
-
-def _name_of_a_sub_group(rank: int) -> str:
-    group = dist.new_group([1, 2], backend="gloo")
-    if rank == 0:
-        assert dist.group.WORLD is not None
-        watch = watch_group(dist.group.WORLD, 5)
-        return watch._text(WatchedCall(watch, 7, "counts", 64), [])
-    watch = watch_group(group, 5)
-    return watch._text(WatchedCall(watch, 1, "counts", 0), [HERE, GONE])
-
-
-def test_ranks_of_a_sub_group_have_both_numbers_and_a_silent_store_its_host() -> None:
-    silent, told, _ = run_processes(_name_of_a_sub_group, 3)
-    assert "no answer from the store of the process group on 127.0.0.1" in silent
-    assert "0 bytes from rank 0 of the group (1 of the job)" in told
-    assert "Look at rank 1 of the group (2 of the job) first" in told
+    time.sleep(0.3)
+    assert not caplog.messages
+    if captured:
+        assert _Event.asked == asked
+    else:
+        assert gpu_watch.finished.label == "rows"
 
 
 BEGIN = """
@@ -468,7 +455,8 @@ def test_the_host_of_the_store_may_be_in_another_group_and_leave_first(how: str,
     if how == "ended":
         assert told == ""
     else:
-        assert "because its host has ended normally. Look at rank 1 of the group (3 of the job)." in told
+        assert "store of the process group on 127.0.0.1, because its host has ended normally" in told
+        assert "Look at rank 1 of the group (3 of the job)." in told
 
 
 @pytest.mark.slow
