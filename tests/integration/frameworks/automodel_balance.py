@@ -14,11 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from moe_dispatch.balance.movement import Movement
 from tests.integration.checkpoints import carry
 from tests.integration.deep_ep_users.cpu import cpu_for_cuda
 from tests.integration.frameworks.automodel import VOCABULARY, error, qwen3_moe
 from tests.integration.frameworks.sources import import_real
+from tests.integration.planted import FAULTS, planted
 
 EP, STEPS = 2, 8
 Batch = tuple[Tensor, Tensor]  # ids, and what is padding
@@ -46,13 +46,8 @@ def compared(rank: int, kinds: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         loading = {kind: _sharded(parallelizer, kinds[kind]) for kind in runs}
         carry(runs["plain"], *loading.values())
         found["resumed"] = {kind: _trained(model, rank)["losses"] for kind, model in loading.items()}
-        collect = Movement.collect
-        for fault, factor in {"lost": 0, "twice": 2}.items():
-
-            def wrong(self: Movement, own: Any, home_NW: Tensor, factor: int = factor) -> Any:
-                return collect(self, own, home_NW * factor)
-
-            with mock.patch.object(Movement, "collect", wrong):
+        for fault in FAULTS:
+            with planted(fault):
                 found[fault] = _accumulated(parallelizer, rank, kinds["balanced"], together=False)["error"]
     return found
 

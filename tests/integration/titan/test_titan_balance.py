@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
-from unittest import mock
 
 import pytest
 import torch
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from moe_dispatch.balance.movement import Movement
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch_testing import run_processes
 from tests.integration.checkpoints import carry
 from tests.integration.deep_ep_users.dense import TOLERANCE
 from tests.integration.needs import needs
+from tests.integration.planted import FAULTS, planted
 from tests.integration.titan.moe import EXPERT_WEIGHTS, HIDDEN, TIMEOUT, built, moe_config
 
 pytestmark = [
@@ -230,15 +229,11 @@ def train(model: nn.Module, rank: int, steps: int = STEPS) -> list[float]:
     return losses
 
 
-def planted(rank: int, case: Case) -> list[dict[str, Tensor]]:
+def faulty(rank: int, case: Case) -> list[dict[str, Tensor]]:
     """Gradients if those of copies are lost on their way home, and if they are counted twice."""
-    collect, found = Movement.collect, []
-    for factor in (0, 2):
-
-        def wrong(self: Movement, own: Any, home_NW: Tensor, factor: int = factor) -> Any:
-            return collect(self, own, home_NW * factor)
-
-        with mock.patch.object(Movement, "collect", wrong):
+    found = []
+    for fault in FAULTS:
+        with planted(fault):
             found.append(sharded(rank, case)[0])
     return found
 
@@ -247,7 +242,7 @@ def on_rank(rank: int) -> dict[str, Any]:
     steps = dict.fromkeys(TRAINED, STEPS)
     found: dict[str, Any] = {name: sharded(rank, case, steps=steps.get(name, 0)) for name, case in CASES.items()}
     found["resumed"] = resumed(rank, Case(ep=2, options=()), CASES["ep 2 x fsdp 2"])
-    return found | {"planted": planted(rank, CASES["ep 2 x fsdp 2"])}
+    return found | {"planted": faulty(rank, CASES["ep 2 x fsdp 2"])}
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_dispatch_testing.ranks import run_processes
-from tests.integration.transformers.balancing import accumulated, planted, resumed, trained
+from tests.integration.transformers.balancing import accumulated, faulty, resumed, trained
 from tests.integration.transformers.ranks import BALANCED, Case, Mesh, run_cases
 
 RANKS = 4
@@ -37,8 +37,8 @@ def jobs() -> dict[str, Any]:
         **of_kinds,
         "FSDP2, graph-safe": (accumulated, Case(mesh=sharded, fields=STATIC)),
         **({"resumed": (resumed, Case(mesh=whole))} if HAS_ACCELERATE else {}),
-        "planted, FSDP2": (planted, Case(mesh=sharded, fields=BALANCED)),
-        "planted, DDP": (planted, Case(mesh=replicated, fields=BALANCED)),
+        "planted, FSDP2": (faulty, Case(mesh=sharded, fields=BALANCED)),
+        "planted, DDP": (faulty, Case(mesh=replicated, fields=BALANCED)),
     }
 
 
