@@ -23,20 +23,28 @@ pytestmark = [
 ]
 
 
-def test_code_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder into which TensorBoard and W&B write."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    return tmp_path
+
+
+def test_code_runs_in_order(offline: Path) -> None:
+    import wandb
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     torch.manual_seed(0)
     namespace = run_page("tuning.md")
+    wandb.teardown()  # a finished run may still be in the buffers of the process that writes the file
     metrics = namespace["dispatcher"].metrics()
-    events = EventAccumulator(str(tmp_path / "runs")).Reload()
+    events = EventAccumulator(str(offline / "runs")).Reload()
     tokens = metrics.real_tokens_per_expert // 2  # of the second of two steps that are alike
     assert events.Scalars("moe/imbalance/layers.0.mlp")[0].value == pytest.approx(metrics.imbalance)
     assert events.Histograms("moe/tokens_per_expert/layers.0.mlp")[0].histogram_value.sum == float(tokens.sum())
-    check_wandb(tmp_path, metrics, tokens)
+    check_wandb(offline, metrics, tokens)
     lines = namespace["prometheus_text"](metrics, rank=0).splitlines()
     found = [match for line in lines if (match := SAMPLE.fullmatch(line))]
     assert len(found) == len(lines)

@@ -19,14 +19,14 @@ pytestmark = pytest.mark.integration
 
 RANKS, TOKENS = 2, 128
 CONFIG = DispatcherConfig(num_experts=8, top_k=4, hidden_size=1024)
-ROUTINGS = ("uniform", "skewed")
+ROUTING = "skewed"
 
 
 @functools.cache
-def results() -> dict[tuple[str, str], dict[str, Any]]:
-    """Results of the command, on ranks that are processes, by dtype and routing: an outcome for each contender."""
+def results() -> dict[str, dict[str, Any]]:
+    """Results of the command, on ranks that are processes, by dtype: an outcome for each contender."""
     sizes = [f"--set={field}={getattr(CONFIG, field)}" for field in ("num_experts", "top_k", "hidden_size")]
-    asked = ("--dtype", "float32,bfloat16", "--routing", ",".join(ROUTINGS), "--mode", "eager", *sizes)
+    asked = ("--dtype", "float32,bfloat16", "--routing", ROUTING, "--mode", "eager", *sizes)
     shape = ("--ranks", str(RANKS), "--tokens", str(TOKENS), "--steps", "1", "--rounds", "2")
     process = start("compare", "--peers", *asked, *shape, "--json")
     out, error = process.communicate(timeout=300)
@@ -34,14 +34,11 @@ def results() -> dict[tuple[str, str], dict[str, Any]]:
     known = ("No CUDA runtime is found", "was allocated before the profiling started")
     complaints = [line for line in error.splitlines() if not any(text in line for text in known)]
     assert (process.returncode, complaints) == (0, [])
-    return {
-        (case["dtype"], case["routing"]): {one["backend"]: one for one in case["outcomes"]}
-        for case in json.loads(out)["cases"]
-    }
+    return {case["dtype"]: {one["backend"]: one for one in case["outcomes"]} for case in json.loads(out)["cases"]}
 
 
-def step_of(rank: int, routing: str) -> Step:
-    workload = Workload(tokens=TOKENS, dtype="float32", routing=routing, equal=True)
+def step_of(rank: int) -> Step:
+    workload = Workload(tokens=TOKENS, dtype="float32", routing=ROUTING, equal=True)
     return make_material(workload, CONFIG, rank=rank, ranks=RANKS).steps[0]
 
 
@@ -49,18 +46,15 @@ def step_of(rank: int, routing: str) -> Step:
 def test_peer_gives_our_output_and_gradients(peer: str) -> None:
     if missing := missing_packages(peer):
         pytest.skip(f"{peer} needs {', '.join(missing)}: install moe-dispatch[bench]")
-    assert len(results()) == 2 * len(ROUTINGS)
+    assert len(results()) == 2
     assert all(by_name[peer]["agrees"] for by_name in results().values())
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_bytes_are_those_of_a_row_per_slot_and_ours_the_fewest(routing: str) -> None:
+def test_bytes_are_those_of_a_row_per_slot_and_ours_the_fewest() -> None:
     """All collectives of a peer are seen. Ours sends a row once to the other rank, and as little as the floor."""
-    local, sent = (
-        CONFIG.num_experts // RANKS,
-        {name: of["bytes_sent"] for name, of in results()["float32", routing].items()},
-    )
-    away = [step_of(rank, routing).batch().ids_TK // local != rank for rank in range(RANKS)]
+    local = CONFIG.num_experts // RANKS
+    sent = {name: of["bytes_sent"] for name, of in results()["float32"].items()}
+    away = [step_of(rank).batch().ids_TK // local != rank for rank in range(RANKS)]
     slots, rows = (sum(int(of_rank.sum()) for of_rank in found) for found in (away, [of.any(1) for of in away]))
     row, counts = 4 * CONFIG.hidden_size, RANKS * 8 * local
     for peer in {"torchtitan", "transformers"} & sent.keys():
@@ -73,7 +67,7 @@ def test_bytes_are_those_of_a_row_per_slot_and_ours_the_fewest(routing: str) -> 
 
 
 def test_one_slot_at_the_wrong_expert_is_a_difference() -> None:
-    step = step_of(0, "uniform")
+    step = step_of(0)
     batch, right = step.batch(), step.expected()
     ids_TK = batch.ids_TK.clone()
     ids_TK[5, 1] = next(expert for expert in range(CONFIG.num_experts) if expert not in ids_TK[5].tolist())

@@ -60,6 +60,12 @@ def _special(dtype: torch.dtype) -> Tensor:
     return rows
 
 
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchao's emulation widens rows in the backward by a kernel for GPUs."""
+    monkeypatch.setattr(mxfp8_grouped_mm, "triton_mxfp8_dequant_dim0", _dequantised)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["normal", "wide", "special", "bits"])
 def test_the_bits_are_those_of_rceil(kind: str, dtype: torch.dtype) -> None:
@@ -86,13 +92,11 @@ def test_the_swizzle_is_theirs() -> None:
 @pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
 @pytest.mark.parametrize(("backend", "size"), FORMS)
 def test_dispatch_then_emulated_gemm_equals_quantising_after_dispatch(
-    backend: Any, size: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    backend: Any, size: int, fields: dict[str, Any]
 ) -> None:
     """Outputs and gradients, bit for bit: the rows of a plain dispatch are quantised by torchao itself."""
     if fields and not isinstance(backend, str):
         pytest.skip("this form is not graph-safe")
-    # Its emulation widens rows in the backward by a kernel for GPUs.
-    monkeypatch.setattr(mxfp8_grouped_mm, "triton_mxfp8_dequant_dim0", _dequantised)
     x_TD, way = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16), random_routing(TOKENS)
     weights_EHD = expert_weights(EXPERTS, HIDDEN, torch.bfloat16)[:, :WIDTH]
     sizes: dict[str, Any] = {"hidden_size": HIDDEN, "pad_multiple": "mxfp8", **fields}
@@ -130,7 +134,6 @@ def test_dispatch_then_emulated_gemm_equals_quantising_after_dispatch(
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_last_gemm_gets_the_gradient_as_it_travelled(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit what it computes if it quantises the gradient of a plain dispatch itself."""
-    monkeypatch.setattr(mxfp8_grouped_mm, "triton_mxfp8_dequant_dim0", _dequantised)
     given = list[type]()
     computed = mxfp8_grouped_mm._compute_dgrad
 
@@ -177,8 +180,7 @@ def test_the_last_gemm_gets_the_gradient_as_it_travelled(size: int, monkeypatch:
     assert given.count(MXTensor) == given.count(Tensor) == size
 
 
-def test_the_example_of_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mxfp8_grouped_mm, "triton_mxfp8_dequant_dim0", _dequantised)
+def test_the_example_of_the_page_runs() -> None:
     code = _examples()
     x = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
     names: dict[str, Any] = {"group": None, "x": x, "routing": random_routing(TOKENS), "quantised": quantised}

@@ -16,7 +16,7 @@ pytestmark = needs("torchtitan")
 
 EP_SIZES = (2, 4)
 ELASTIC = "v2-2.1.0"
-HYBRID_RELEASES = ("hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744")
+HYBRID = [("hybridep-34152ae", 4), ("hybridep-94a9f8f", 2), ("hybridep-744", 4)]  # releases, each with a size
 EQUAL, UNEQUAL = (64,) * 4, (40, 13, 0, 27)
 FORWARD = ("y_TD",)
 STARVED = "starved"
@@ -87,14 +87,12 @@ def test_deepep_is_the_dense_layer(ep_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in hybridep_jobs(2) if name != STARVED])
-@pytest.mark.parametrize("ep_size", EP_SIZES)
-@pytest.mark.parametrize("release", HYBRID_RELEASES)
+@pytest.mark.parametrize(("release", "ep_size"), HYBRID)
 def test_hybridep_is_the_dense_layer(release: str, ep_size: int, name: str) -> None:
     require(release, ep_size, name)
 
 
-@pytest.mark.parametrize("ep_size", EP_SIZES)
-@pytest.mark.parametrize("release", HYBRID_RELEASES)
+@pytest.mark.parametrize(("release", "ep_size"), HYBRID)
 def test_a_rank_that_receives_nothing_gets_no_gradient_of_its_scores(release: str, ep_size: int) -> None:
     """A fault of torchtitan 0.3.0: on an empty rank it calls the combine of the backward without probabilities."""
     of_ranks = results(release, ep_size)

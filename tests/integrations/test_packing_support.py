@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
 
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.integrations import packing
 from moe_dispatch.integrations.packing import PACKING_SUPPORT, packing_for
+from tests.integrations.conftest import Install
 
 
 @pytest.mark.parametrize(
@@ -40,6 +39,7 @@ def test_attention_takes_packed_input_with_context_parallelism() -> None:
     assert packing_for("qwen3_5", framework="megatron-core", framework_version="0.18.2", cp=2).packed
 
 
+@pytest.mark.usefixtures("install")
 @pytest.mark.parametrize(
     ("framework", "found", "cp", "told"),
     [
@@ -51,44 +51,33 @@ def test_attention_takes_packed_input_with_context_parallelism() -> None:
         ("megatron-core", None, 1, r"megatron-core is not installed\. Pass the version"),
     ],
 )
-def test_what_cannot_work_is_refused(
-    monkeypatch: pytest.MonkeyPatch, framework: Any, found: str | None, cp: int, told: str
-) -> None:
-    monkeypatch.setattr("moe_dispatch.integrations.packing.version", missing)
+def test_what_cannot_work_is_refused(framework: Any, found: str | None, cp: int, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         packing_for("qwen3_5", framework=framework, framework_version=found, kernels=True, cp=cp)
 
 
-def missing(name: str) -> str:
-    raise PackageNotFoundError(name)
-
-
-def test_packed_input_needs_the_kernels_that_keep_sequences_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"causal_conv1d"}
-    monkeypatch.setattr("moe_dispatch.integrations.packing.find_spec", lambda name: name if name in installed else None)
+def test_packed_input_needs_the_kernels_that_keep_sequences_apart(install: Install) -> None:
     versions: Any = {"framework": "transformers", "framework_version": "5.23.0"}
+    install("causal_conv1d", "1.0")
     packing = packing_for("qwen3_5_moe", **versions)
     assert not packing.packed
     assert packing.reason.endswith("packed input needs the kernels of fla, which are not installed.")
     with pytest.raises(ConfigError, match="because it needs a padded batch, which cannot be divided, got cp 2"):
         packing_for("qwen3_5_moe", cp=2, **versions)
-    installed.add("fla")
+    install("fla", "1.0")
     assert packing_for("qwen3_5_moe", **versions).packed
     assert "fla and causal_conv1d" in packing_for("qwen3_5_moe", kernels=False, **versions).reason
     assert packing_for("qwen3_5_moe", framework="megatron-core", framework_version="0.18.2", kernels=False).packed
 
 
-def test_a_padded_batch_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
-    packing._warn_once.cache_clear()
-    versions: Any = {"framework": "transformers", "framework_version": "5.0.0"}
-    reasons = [packing_for(name, **versions).reason for name in ("qwen3_5", "qwen3_next", "qwen3_5", "qwen3_moe")]
+def test_a_padded_batch_is_announced_once_by_the_installed_version(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("transformers", "5.0.7")  # of which no other test asks
+    families = ("qwen3_5", "qwen3_next", "qwen3_5", "qwen3_moe")
+    reasons = [packing_for(family, framework="transformers").reason for family in families]
     assert [record.getMessage() for record in caplog.records] == reasons[:2]
     assert {(record.name, record.levelname) for record in caplog.records} == {("moe_dispatch", "WARNING")}
-
-
-def test_the_installed_version_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_dispatch.integrations.packing.version", {"transformers": "5.8.0"}.__getitem__)
-    assert not packing_for("qwen3_5", framework="transformers").packed
 
 
 def test_the_table_names_each_family_once() -> None:

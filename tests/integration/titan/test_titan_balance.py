@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
-from unittest import mock
 
 import pytest
 import torch
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from moe_dispatch.balance.movement import Movement
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch_testing import run_processes
 from tests.integration.checkpoints import carry
 from tests.integration.deep_ep_users.dense import TOLERANCE
 from tests.integration.needs import needs
+from tests.integration.planted import FAULTS, planted
 from tests.integration.titan.moe import EXPERT_WEIGHTS, HIDDEN, TIMEOUT, built, moe_config
 
 pytestmark = [
@@ -30,9 +29,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*CPU [Aa]utocast", "ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]
 
-LAYERS, MICRO_BATCHES, STEPS = 2, 2, 20
+LAYERS, MICRO_BATCHES, STEPS, RANKS = 2, 2, 9, 4
 # A rank without tokens, and another one with most of them.
-TOKENS = {2: (23, 0), 4: (5, 0, 33, 12)}
+TOKENS = (5, 0, 33, 12)
 BALANCE: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}
 
 
@@ -41,7 +40,6 @@ BALANCE: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}
 class Case:
     """How ranks are divided, and the options of ``use_moe_dispatch``."""
 
-    ranks: int
     ep: int
     replicate: int = 1
     options: tuple[tuple[str, Any], ...] = tuple(BALANCE.items())
@@ -50,18 +48,15 @@ class Case:
 
 STATIC = (("graph_safe", True), ("max_tokens_per_rank", 40))
 CASES = {
-    "2 ranks": Case(ranks=2, ep=2),
-    "2 ranks, recomputed": Case(ranks=2, ep=2, recompute=True),
-    "ep 4": Case(ranks=4, ep=4),
-    "ep 4, not balanced": Case(ranks=4, ep=4, options=()),
-    "ep 4, graph-safe": Case(ranks=4, ep=4, options=(("balance", "exact"), *STATIC)),
-    "ep 2 x fsdp 2": Case(ranks=4, ep=2),
-    "ep 2 x fsdp 2, not balanced": Case(ranks=4, ep=2, options=()),
-    "ep 2 x replicas 2": Case(ranks=4, ep=2, replicate=2),
-    "ep 2 x fsdp 2, chunks recomputed": Case(ranks=4, ep=2, options=(("chunk_tokens", 8), ("chunk_recompute", True))),
-    "ep 4, in chunks, recomputed": Case(ranks=4, ep=4, options=(*BALANCE.items(), ("chunk_tokens", 8)), recompute=True),
+    "ep 4": Case(ep=4),
+    "ep 4, not balanced": Case(ep=4, options=()),
+    "ep 4, graph-safe": Case(ep=4, options=(("balance", "exact"), *STATIC)),
+    "ep 2 x fsdp 2": Case(ep=2),
+    "ep 2 x replicas 2, recomputed": Case(ep=2, replicate=2, recompute=True),
+    "ep 2 x fsdp 2, chunks recomputed": Case(ep=2, options=(("chunk_tokens", 8), ("chunk_recompute", True))),
+    "ep 4, in chunks, recomputed": Case(ep=4, options=(*BALANCE.items(), ("chunk_tokens", 8)), recompute=True),
 }
-PLANTED = ("2 ranks", "ep 2 x fsdp 2")
+TRAINED = ("ep 4, not balanced", "ep 4")
 
 
 @final
@@ -104,16 +99,16 @@ class Decoder(nn.Module):
         return x_BLD
 
 
-def batch(ranks: int, rank: int, micro: int) -> tuple[Tensor, Tensor]:
+def batch(rank: int, micro: int) -> tuple[Tensor, Tensor]:
     """Tokens of a rank in a micro-batch, and the gradient of its output."""
     generator = torch.Generator().manual_seed(10 * micro + rank)
-    x_BLD, upstream_BLD = torch.randn(2, 1, TOKENS[ranks][rank], HIDDEN, generator=generator)
+    x_BLD, upstream_BLD = torch.randn(2, 1, TOKENS[rank], HIDDEN, generator=generator)
     return x_BLD, upstream_BLD / HIDDEN
 
 
-def accumulate(model: Any, ranks: int, members: range) -> None:
+def accumulate(model: Any, members: range) -> None:
     for micro in range(MICRO_BATCHES):
-        drawn = [batch(ranks, member, micro) for member in members]
+        drawn = [batch(member, micro) for member in members]
         x_BLD, upstream_BLD = (torch.cat(tensors, 1) for tensors in zip(*drawn, strict=True))
         model(x_BLD).backward(upstream_BLD)
 
@@ -132,10 +127,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 @functools.cache
-def whole(ranks: int) -> dict[str, Tensor]:
+def whole() -> dict[str, Tensor]:
     """Gradients of torchtitan's own model with all experts and all tokens on one rank."""
     model = Decoder(moe_config())
-    accumulate(model, ranks, range(ranks))
+    accumulate(model, range(RANKS))
     return gradients(model)
 
 
@@ -152,15 +147,14 @@ def built_model(case: Case) -> Iterator[Any]:
     from moe_dispatch.integrations.torchtitan import use_moe_dispatch
 
     parallel_dims.device_type = "cpu"
-    shard = case.ranks // case.replicate
     dims = parallel_dims.ParallelDims(
         dp_replicate=case.replicate,
-        dp_shard=shard,
+        dp_shard=RANKS // case.replicate,
         cp=1,
         tp=1,
         pp=1,
         ep=case.ep,
-        world_size=case.ranks,
+        world_size=RANKS,
         spmd_backend="partial_dtensor",
     )
     dims.build_mesh()
@@ -190,13 +184,13 @@ def built_model(case: Case) -> Iterator[Any]:
         yield model
 
 
-def sharded(rank: int, case: Case) -> tuple[dict[str, Tensor], Counter[str], list[float], list[str]]:
-    """Gradients, calls of hooks of parameters, losses of some steps, and names in the state dict."""
+def sharded(rank: int, case: Case, *, steps: int = 0) -> tuple[dict[str, Tensor], Counter[str], list[float], list[str]]:
+    """Gradients, calls of hooks of parameters, losses of the steps that follow, and names in the state dict."""
     with built_model(case) as model:
         hooks: Counter[str] = Counter()
         for name, parameter in parameters(model).items():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: hooks.update([name]))
-        accumulate(model, case.ranks, range(rank, rank + 1))
+        accumulate(model, range(rank, rank + 1))
         found, calls = gradients(model), Counter(hooks)
         for number, block in enumerate(model.layers.values()):
             dispatcher = block.moe.routed_experts.token_dispatcher.dispatcher
@@ -206,26 +200,26 @@ def sharded(rank: int, case: Case) -> tuple[dict[str, Tensor], Counter[str], lis
                 assert busiest < 1.1, f"layer {number} is not balanced"
             else:
                 assert busiest > 1.5, f"layer {number} is balanced by its router"
-        losses = train(model, case, rank)
+        losses = train(model, rank, steps)
     return found, calls, losses, sorted(model.state_dict())
 
 
 def resumed(rank: int, plain: Case, balanced: Case) -> list[list[float]]:
     """Losses of an unbalanced run, and of an unbalanced and a balanced run that load its checkpoint."""
     with built_model(plain) as first, built_model(plain) as second, built_model(balanced) as third:
-        losses = [train(first, plain, rank)]
+        losses = [train(first, rank)]
         carry(first, second, third)
-        return [*losses, train(second, plain, rank), train(third, balanced, rank)]
+        return [*losses, train(second, rank), train(third, rank)]
 
 
-def train(model: nn.Module, case: Case, rank: int) -> list[float]:
+def train(model: nn.Module, rank: int, steps: int = STEPS) -> list[float]:
     import torch.distributed as dist
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.004)
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
-        x_BLD, target_BLD = batch(case.ranks, rank, step % MICRO_BATCHES)
+        x_BLD, target_BLD = batch(rank, step % MICRO_BATCHES)
         loss = (model(x_BLD) - target_BLD).square().sum() / HIDDEN
         loss.backward()
         optimizer.step()
@@ -235,39 +229,35 @@ def train(model: nn.Module, case: Case, rank: int) -> list[float]:
     return losses
 
 
-def planted(rank: int, case: Case) -> list[dict[str, Tensor]]:
+def faulty(rank: int, case: Case) -> list[dict[str, Tensor]]:
     """Gradients if those of copies are lost on their way home, and if they are counted twice."""
-    collect, found = Movement.collect, []
-    for factor in (0, 2):
-
-        def wrong(self: Movement, own: Any, home_NW: Tensor, factor: int = factor) -> Any:
-            return collect(self, own, home_NW * factor)
-
-        with mock.patch.object(Movement, "collect", wrong):
+    found = []
+    for fault in FAULTS:
+        with planted(fault):
             found.append(sharded(rank, case)[0])
     return found
 
 
-def on_rank(rank: int, ranks: int) -> dict[str, Any]:
-    found: dict[str, Any] = {name: sharded(rank, case) for name, case in CASES.items() if case.ranks == ranks}
-    if ranks == 4:
-        found["resumed"] = resumed(rank, CASES["ep 2 x fsdp 2, not balanced"], CASES["ep 2 x fsdp 2"])
-    return found | {f"planted, {name}": planted(rank, CASES[name]) for name in PLANTED if name in found}
+def on_rank(rank: int) -> dict[str, Any]:
+    steps = dict.fromkeys(TRAINED, STEPS)
+    found: dict[str, Any] = {name: sharded(rank, case, steps=steps.get(name, 0)) for name, case in CASES.items()}
+    found["resumed"] = resumed(rank, Case(ep=2, options=()), CASES["ep 2 x fsdp 2"])
+    return found | {"planted": faulty(rank, CASES["ep 2 x fsdp 2"])}
 
 
 @functools.cache
-def all_results(ranks: int) -> list[dict[str, Any]]:
+def all_results() -> list[dict[str, Any]]:
     """By rank: importing torchtitan takes longer than a case."""
-    return run_processes(on_rank, ranks, ranks, timeout=TIMEOUT)
+    return run_processes(on_rank, RANKS, timeout=TIMEOUT)
 
 
 def results(name: str) -> list[Any]:
-    return [found[name] for found in all_results(CASES[name].ranks)]
+    return [found[name] for found in all_results()]
 
 
-def require_whole(found: dict[str, Tensor], ranks: int) -> None:
+def require_whole(found: dict[str, Tensor]) -> None:
     """Compare gradients. torchtitan's experts compute in bfloat16."""
-    wanted = whole(ranks)
+    wanted = whole()
     assert found.keys() == wanted.keys()
     for name, want in wanted.items():
         difference = (found[name] - want).abs().max() / want.abs().max()
@@ -275,23 +265,17 @@ def require_whole(found: dict[str, Tensor], ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_reduced_gradients_are_those_of_the_whole_model(name: str) -> None:
-    for found, *_ in results(name):
-        require_whole(found, CASES[name].ranks)
+def test_reduced_gradients_are_those_of_the_whole_model_and_hooks_run_once_in_a_backward(name: str) -> None:
+    for found, calls, *_ in results(name):
+        require_whole(found)
+        assert calls == dict.fromkeys(whole(), MICRO_BATCHES)
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_the_comparison_sees_gradients_of_copies_that_are_lost_or_counted_twice(name: str) -> None:
-    for of_rank in all_results(CASES[name].ranks):
-        for found in of_rank[f"planted, {name}"]:
+def test_the_comparison_sees_gradients_of_copies_that_are_lost_or_counted_twice() -> None:
+    for of_rank in all_results():
+        for found in of_rank["planted"]:
             with pytest.raises(AssertionError, match="w1_EFD"):
-                require_whole(found, CASES[name].ranks)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_hooks_of_each_parameter_run_once_in_a_backward(name: str) -> None:
-    for _, calls, *_ in results(name):
-        assert calls == dict.fromkeys(whole(CASES[name].ranks), MICRO_BATCHES)
+                require_whole(found)
 
 
 def test_losses_are_those_without_balance_and_keys_of_the_state_dict_too() -> None:
@@ -304,7 +288,7 @@ def test_losses_are_those_without_balance_and_keys_of_the_state_dict_too() -> No
 
 
 def test_a_checkpoint_of_an_unbalanced_run_is_loaded() -> None:
-    for of_rank in all_results(4):
+    for of_rank in all_results():
         first, plain, balanced = of_rank["resumed"]
         assert plain[0] < 0.95 * first[0]
         assert balanced == pytest.approx(plain, rel=1e-3)
@@ -347,7 +331,7 @@ def test_selective_checkpointing_is_refused() -> None:
     model = Decoder(config)
     SelectiveAC(SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])).apply(model)
     with pytest.raises(StateError, match="selective checkpointing"):
-        accumulate(model, 2, range(2))
+        accumulate(model, range(2))
 
 
 def test_one_rank_with_balance_is_their_local_dispatcher() -> None:
@@ -356,5 +340,5 @@ def test_one_rank_with_balance_is_their_local_dispatcher() -> None:
     config = moe_config()
     use_moe_dispatch(config, **BALANCE)
     model = Decoder(config)
-    accumulate(model, 2, range(2))
-    require_whole(gradients(model), 2)
+    accumulate(model, range(RANKS))
+    require_whole(gradients(model))

@@ -7,15 +7,15 @@ import shlex
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from moe_dispatch.errors import ConfigError, InputError, IntegrationError
-from moe_dispatch.integrations import checks
 from tests.integration.needs import needs
 from tests.integration.titan.moe import EXPERTS, HIDDEN, TOP_K, built, moe_config
 from tests.pages import blocks, run_page
@@ -255,27 +255,12 @@ def test_page_is_right_about_what_torchtitan_refuses() -> None:
         swap_token_dispatcher(config.routed_experts, 16)
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> Callable[[], Any]:
-    """Imports the integration anew, as where this version of torchtitan is installed."""
-
-    def answer(package: str) -> str:
-        if version is None:
-            raise PackageNotFoundError(package)
-        return version
-
-    monkeypatch.setattr(checks, "version", answer)
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    monkeypatch.setattr(import_module("torchtitan.config.override"), "_REGISTRY", {})
-    return lambda: import_module(MODULE)
-
-
-def test_a_version_that_was_not_tested_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = installed(monkeypatch, "0.4.0")
-    with pytest.warns(UserWarning, match=r"has not run with torchtitan 0\.4\.0\. Tested versions: 0\.3\.0"):
-        load()
-
-
-@pytest.mark.parametrize(("version", "told"), [(None, "is not installed"), ("0.2.2", "0.2.2 is older than 0.3.0")])
-def test_a_version_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None, told: str) -> None:
-    with pytest.raises(IntegrationError, match=f"torchtitan {told}"):
-        installed(monkeypatch, version)()
+def test_a_version_that_cannot_work_is_refused_when_the_integration_is_imported(tmp_path: Path) -> None:
+    import_module(MODULE)
+    older = tmp_path / "torchtitan-0.2.2.dist-info"
+    older.mkdir()
+    (older / "METADATA").write_text("Metadata-Version: 2.1\nName: torchtitan\nVersion: 0.2.2\n")
+    with mock.patch.object(sys, "path", [str(tmp_path), *sys.path]), mock.patch.dict(sys.modules):
+        del sys.modules[MODULE]
+        with pytest.raises(IntegrationError, match=r"torchtitan 0\.2\.2 is older than 0\.3\.0"):
+            import_module(MODULE)

@@ -12,7 +12,11 @@ from tests.integration.deep_ep_users.dense import TOLERANCE
 from tests.integration.needs import needs
 from tests.integration.titan.moe import EXPERT_WEIGHTS, RANKS, Job, Outcome, Results, run_jobs
 
-pytestmark = needs("torchtitan")
+pytestmark = [
+    *needs("torchtitan"),
+    # What torch's compiler imports uses what torch has deprecated.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+]
 
 UNEQUAL = (5, 0, 33, 12)
 SHARDED: dict[str, dict[str, Any]] = {

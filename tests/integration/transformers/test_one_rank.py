@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -79,19 +81,18 @@ def test_two_forwards_in_flight_recompute_under_their_own_plans(how: str, mesh: 
     assert rows_cut(model) == LAYERS * sum(PADDING[id(batch)] for batch in batches)
 
 
-def test_one_plan_serves_all_layers_of_a_forward(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def plans() -> Iterator[mock.Mock]:
+    """Counts the plans that are made."""
+    with mock.patch.object(Dispatcher, "plan", autospec=True, side_effect=Dispatcher.plan) as counted:
+        yield counted
+
+
+def test_one_plan_serves_all_layers_of_a_forward(mesh: DeviceMesh, plans: mock.Mock) -> None:
     model = ready(FAMILY, mesh, name="one-plan")
-    made = []
-    plan = Dispatcher.plan
-
-    def counted(self: Dispatcher, *args: Any, **kwargs: Any) -> Any:
-        made.append(plan(self, *args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(Dispatcher, "plan", counted)
     model(input_ids=LEFT.input_ids, attention_mask=LEFT.attention_mask)
     model.model(LEFT.input_ids, LEFT.attention_mask)  # what some trainers call: the model without its head
-    assert len(made) == 2
+    assert plans.call_count == 2
     assert rows_cut(model) == 2 * LAYERS * PADDING[id(LEFT)]
 
 
@@ -143,14 +144,12 @@ def test_a_loop_over_experts_is_refused_in_graph_safe_mode(mesh: DeviceMesh) -> 
         wire(model, mesh, "loop")
 
 
-def test_an_experts_function_without_a_backward_is_refused_in_training(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_experts_function_without_a_backward_is_refused_in_training(mesh: DeviceMesh) -> None:
     """That of DeepGEMM writes into buffers, and would train nothing without a word."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     function = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
-    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, "forward_only", lambda *rows: function(*rows).detach())
+    ALL_EXPERTS_FUNCTIONS.register("forward_only", lambda *rows: function(*rows).detach())
     model = ready(FAMILY, mesh, name="forward-only")
     model.set_experts_implementation("forward_only")
     with pytest.raises(
@@ -235,9 +234,10 @@ def test_experts_outside_a_forward_take_rows_as_real_where_the_config_allows(mes
     torch.testing.assert_close(y, build(FAMILY).model.layers[0].mlp(x), rtol=1e-4, atol=1e-5)
 
 
-def test_state_dict_has_the_same_keys_and_attaching_twice_adds_nothing(mesh: DeviceMesh) -> None:
+def test_state_dict_has_the_same_keys_and_attaching_twice_adds_nothing(mesh: DeviceMesh, plans: mock.Mock) -> None:
     model = ready(FAMILY, mesh, name="keys")
     attach(model)
     assert list(model.state_dict()) == list(build(FAMILY).state_dict())
-    assert [len(hooks) for hooks in (model.model._forward_pre_hooks, model.model._forward_hooks)] == [1, 1]
+    loss_of(model, LEFT, 1)
+    assert plans.call_count == 1
     assert list(dispatchers_of(model)) == [f"model.layers.{i}.mlp.experts" for i in range(LAYERS)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import re
 import sys
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.errors import ConfigError, IntegrationError, StateError
-from moe_dispatch.integrations import checks
 from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
 from moe_dispatch.replay import RoutingTable
 from tests.integration.transformers.models import BATCHES, EXPERTS, FAMILIES, HIDDEN, LAYERS, TOP_K, build, config_of
@@ -136,13 +137,19 @@ def test_attach_refuses_a_part_of_a_model_that_is_given_no_mask(mesh: DeviceMesh
         attach(model.model.layers)
 
 
+@pytest.fixture
+def older(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release of transformers without a registry of expert-parallel implementations."""
+    monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
+
+
 @pytest.mark.parametrize("hidden", [False, True])
 def test_experts_function_with_the_registry_and_without(
-    hidden: bool, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+    hidden: bool, mesh: DeviceMesh, request: pytest.FixtureRequest
 ) -> None:
     name = f"function-{hidden}"
     if hidden:
-        monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
+        request.getfixturevalue("older")
         with pytest.raises(IntegrationError, match=r"has no registry of expert-parallel .* Pass group= and call"):
             register(config(), name=name)
     register(config(), group=dist.group.WORLD, name=name)
@@ -205,18 +212,19 @@ def test_experts_function_refuses_a_share_that_is_not_one(mesh: DeviceMesh) -> N
         attach(model)
 
 
-def test_a_version_nobody_tested_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "version", lambda package: "6.1.0")
-    with pytest.warns(
-        UserWarning, match=r"not run with transformers 6\.1\.0\. Tested versions: 5\.7\.0, 5\.22\.2, 5\.23\.0"
-    ):
-        register(config(), name="newer")
-
-
-def test_a_version_without_any_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "version", lambda package: "4.57.1")
-    with pytest.raises(IntegrationError, match=r"transformers 4\.57\.1 is older than 5\.7\.0"):
-        register(config(), name="older")
+@pytest.mark.parametrize(
+    ("version", "outcome"),
+    [
+        ("6.1.0", pytest.warns(UserWarning, match=r"not run with transformers 6\.1\.0\. Tested versions: 5\.7\.0, 5")),
+        ("4.57.1", pytest.raises(IntegrationError, match=r"transformers 4\.57\.1 is older than 5\.7\.0")),
+    ],
+)
+def test_versions_that_were_not_tested(version: str, outcome: Any, tmp_path: Path) -> None:
+    other = tmp_path / f"transformers-{version}.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n")
+    with mock.patch.object(sys, "path", [str(tmp_path), *sys.path]), outcome:
+        register(config(), name=version)
 
 
 # Families of 5.23 whose default config leaves a field open, and the fields that the config of a checkpoint fills.
