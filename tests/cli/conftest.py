@@ -94,11 +94,11 @@ def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package says that it has the backend ``ring``, in a module that cannot be imported."""
+    """An installed package says that it has the backend ``reef``, in a module that cannot be imported."""
     information = tmp_path / "third_party-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[moe_dispatch.backends]\nring = a_module_that_is_not_there:Ring\n")
+    (information / "entry_points.txt").write_text("[moe_dispatch.backends]\nreef = a_module_that_is_not_there:Reef\n")
     monkeypatch.syspath_prepend(tmp_path)
 
 

@@ -54,7 +54,7 @@ def test_shell_completes_choices() -> None:
     for words, expected in {
         "": COMMANDS,
         "doctor --backend ": known_backends(),
-        "doctor -b r": ("ring",),
+        "doctor -b r": ("reef",),
         "check a": ("allgather", "alltoall"),
         "plan c.yaml -b alltoall,": [f"alltoall,{name}" for name in known_backends() if name != "alltoall"],
         "compare c.yaml --backends lo": ("local",),

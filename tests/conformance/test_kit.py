@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -33,7 +34,7 @@ def test_report_of_a_wrong_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("skewed", "float32_experts")
         for form in ("rows", "bshd", "thd_with_gaps_on_device")
     }
-    assert all("ConformanceError: y: entry" in failure.error for failure in report.failed)
+    assert all(re.search("ConformanceError: (y|weights): entry", failure.error) for failure in report.failed)
     assert {name.partition("-")[0] for name in report.passed} == {"nowhere"}
     assert {(e.scenario, e.ep_size): e.reason for e in report.excused if e.ep_size == 1} == {
         ("float64", 1): "dtypes torch.float32"

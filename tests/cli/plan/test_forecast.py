@@ -249,7 +249,7 @@ def test_what_is_not_installed_or_does_not_tell() -> None:
     for plan in plans.values():
         assert plan["refused"] is None
         assert "not usable here: no module named 'deep_ep' is installed" in plan["rules"]
-    assert "its import raised ModuleNotFoundError" in planned("ring")["backends"][0]["refused"]
+    assert "its import raised ModuleNotFoundError" in planned("reef")["backends"][0]["refused"]
     (plan,) = planned("tests.cli.planted:Planted")["backends"]
     assert (plan["refused"], plan["sent"], plan["forward"]) == (None, None, None)
     assert plan["rows_per_rank"] is not None
