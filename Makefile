@@ -24,7 +24,7 @@ SIMGPU := $(SIMGPU_VENV)/.installed
 SIMGPU_LIBRARIES := $(SIMGPU_VENV)/.libraries
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebook test slow kit multihost faults soak simgpu gpu gpu-wheels matrix check format bench docs integration build release clean
+.PHONY: help install demo notebook test slow kit mutations multihost faults soak simgpu gpu gpu-wheels matrix check format bench docs integration build release clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -94,6 +94,9 @@ multihost: $(DEV) ## the tests on two hosts, which are network namespaces of thi
 
 kit: $(DEV) ## the cases of the kit that make test leaves out, and every scenario with copies of experts
 	$(PY) -m pytest tests/conformance/whole_kit.py tests/conformance/placed.py --numprocesses auto $(ARGS)
+
+mutations: $(DEV) ## plant 300 random bugs in the core, one at a time, and count those that make test catches; ARGS="--seed 7 --list FILE"
+	$(PY) -m tests.mutations --jobs 2 $(ARGS)
 
 faults: $(DEV) ## break one of four processes in every phase, 25 minutes; a table of what the others raised
 	$(PY) tests/reliability/faults.py --all --watchdog 5 --jobs 3 --table faults.md $(ARGS)
