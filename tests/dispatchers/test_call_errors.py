@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import BSHD, THD, Dispatched, Dispatcher, Plan, Routing, Rows, build_dispatcher
+from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.dispatchers import run_in_chunks
 from moe_dispatch.errors import InputError, LayoutError, PeerError, StateError
 from moe_dispatch_testing import count_collectives
@@ -270,6 +271,7 @@ NAMED: tuple[Call, ...] = (
     lambda d: d.dispatch(X, routing(4)),
     lambda d: d.dispatch(rows(5), again=d.dispatch(X, WAY)),
     lambda d: d.combine((sent := d.dispatch(X, WAY)).rows[:-1], sent),
+    lambda d: d.place(ExpertPlacement.contiguous(9, 1)),
 )
 
 
