@@ -6,6 +6,7 @@ No backend is imported before it is used.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
@@ -98,8 +99,12 @@ def known_backends() -> list[str]:
 
 
 def backends_with(option: str) -> list[str]:
-    """Return the names of the built-in backends that have an option."""
-    return [name for name in _BUILT_IN if option in load_backend(name).model_fields]
+    """Return the names of the built-in backends that have an option. What cannot be imported here is left out."""
+    found = []
+    for name in _BUILT_IN:
+        with suppress(BackendUnavailableError):
+            found += [name] * (option in load_backend(name).model_fields)
+    return found
 
 
 def load_backend(name: str) -> type[BackendOptions]:
