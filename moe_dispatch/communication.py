@@ -15,7 +15,7 @@ a plan of experts       ``balancing.plan_balance``; ``balancing.place``
 a dispatcher is built   ``lease_channel``
 between steps           ``overflow`` (check, grow, retry), ``read_metrics``, ``run_self_test``
 data, not rows          ``broadcast_layout``; ``RoutingTable.gathered`` and calls with ``group=``
-unequal steps           the messages of ``dispatchers/unequal_steps.py``
+unequal steps           the messages of ``steps/join.py``
 a slice of the batch    ``integrations/transformers/batch_slice.py``
 deep_ep, not its rows   ``HybridEP.close``; opening ``ElasticDeepEP``
 ======================  ===========================================================================================
@@ -64,7 +64,7 @@ Value = TypeVar("Value")
 Work = dist.Work | WatchedCall | Alone  # a collective that can be waited for
 
 guards: dict[dist.ProcessGroup | None, Callable[[str], None]] = {}
-"""For each group with an open block of ``join``, a function that refuses a collective, by its label."""
+"""For a group, a function that may refuse each of its collectives, by label. ``join`` sets it in its block."""
 
 
 @final

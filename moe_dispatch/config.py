@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 
@@ -272,6 +273,10 @@ class DispatcherConfig(BaseModel):
                 "balance_min_rows needs graph_safe=False: without a copy, rows would not fit into the buffers.",
             ),
             (self.chunk_recompute and self.chunk_tokens is None, "chunk_recompute needs chunk_tokens."),
+            (
+                self.chunk_tokens is not None and find_spec("moe_dispatch.steps") is None,
+                "chunk_tokens needs the package moe_dispatch.steps, which this installation lacks. Leave it out.",
+            ),
             (given and not self.graph_safe, f"{given} needs graph_safe=True. Otherwise buffers follow the routing."),
             (finite and self.on_overflow is None, f'Set on_overflow to "raise" or "drop" with {finite}.'),
         ):

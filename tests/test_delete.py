@@ -47,6 +47,19 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
     "replay": [
         ("from moe_dispatch.replay import RoutingTable", "ModuleNotFoundError: No module named 'moe_dispatch.replay'")
     ],
+    "steps": [
+        (
+            "DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, chunk_tokens=4)",
+            "ConfigError: chunk_tokens needs the package moe_dispatch.steps, which this installation lacks. Leave it",
+        ),
+        *(
+            (
+                f"from moe_dispatch.dispatchers import {name}",
+                "ModuleNotFoundError: No module named 'moe_dispatch.steps'",
+            )
+            for name in ("join", "run_in_chunks")
+        ),
+    ],
 }
 # Errors that have nothing to do with a deleted folder. They name what else there is, and so they may look at folders.
 OTHER_ERRORS = [
