@@ -31,7 +31,7 @@ All calls use ``channel``, the objects that dispatchers with the same config and
 hold them. So does the folder ``moe_dispatch.steps``, with layer calls in parts and unequal numbers of calls. In a call,
 ``balancing`` plans expert slots if the config asks for it, and ``moe_dispatch._recorder`` keeps ids for a
 trace. Outside of a call: ``requirements`` (what config and backend need from a group), ``overflow`` (it reads what
-graph-safe calls needed), and ``self_test`` (random rows through identity experts). ``moe_dispatch._cuda_graphs``
+graph-safe calls needed), and ``self_test`` (random rows through identity experts). ``moe_dispatch.cuda_graphs``
 captures graph-safe calls.
 """
 
