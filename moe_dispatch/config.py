@@ -275,7 +275,8 @@ class DispatcherConfig(BaseModel):
             (self.chunk_recompute and self.chunk_tokens is None, "chunk_recompute needs chunk_tokens."),
             (
                 self.chunk_tokens is not None and find_spec("moe_dispatch.steps") is None,
-                "chunk_tokens needs the package moe_dispatch.steps, which this installation lacks. Leave it out.",
+                "moe_dispatch.steps is not installed. chunk_tokens needs it. Leave that out, or install the whole "
+                "package.",
             ),
             (given and not self.graph_safe, f"{given} needs graph_safe=True. Otherwise buffers follow the routing."),
             (finite and self.on_overflow is None, f'Set on_overflow to "raise" or "drop" with {finite}.'),

@@ -34,7 +34,8 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
         (
             CONFIG.format(f"{name!r}"),
             f"BackendUnavailableError: Backend {name!r} cannot be used here: its import raised ModuleNotFoundError: "
-            "No module named 'moe_dispatch.backends.deep_ep'. Repair its package, or choose one of: ",
+            "No module named 'moe_dispatch.backends.deep_ep'. Repair its package, or choose one of: allgather, "
+            "alltoall, local.",
         )
         for name in ("deepep", "hybridep")
     ],
@@ -50,7 +51,7 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
     "steps": [
         (
             "DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, chunk_tokens=4)",
-            "ConfigError: chunk_tokens needs the package moe_dispatch.steps, which this installation lacks. Leave it",
+            "ConfigError: moe_dispatch.steps is not installed. chunk_tokens needs it. Leave that out, or install ",
         ),
         *(
             (

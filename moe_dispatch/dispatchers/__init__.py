@@ -35,6 +35,7 @@ graph-safe calls needed), and ``self_test`` (random rows through identity expert
 captures graph-safe calls.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, build_dispatcher
@@ -46,15 +47,13 @@ if TYPE_CHECKING:
     from moe_dispatch.steps.chunks import run_in_chunks
     from moe_dispatch.steps.join import join
 else:
-    _STEPS = {"join": "moe_dispatch.steps.join", "run_in_chunks": "moe_dispatch.steps.chunks"}
+    _PLUG_INS = {"join": "moe_dispatch.steps.join", "run_in_chunks": "moe_dispatch.steps.chunks"}
 
     def __getattr__(name):
-        """Import a function of ``moe_dispatch.steps`` on first use."""
-        from importlib import import_module  # noqa: PLC0415
-
-        if name not in _STEPS:
+        """Import a name of a plug-in on first use."""
+        if name not in _PLUG_INS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(_STEPS[name]), name)
+        value = globals()[name] = getattr(import_module(_PLUG_INS[name]), name)
         return value
 
 
