@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Size, Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_dispatch._quantisation import RECIPES, Quantised
+from moe_dispatch._recipes import RECIPES, Quantised
 from moe_dispatch.backends.base import Arrived, Route
 from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.balance.placement import ExpertPlacement
