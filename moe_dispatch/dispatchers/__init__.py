@@ -28,18 +28,33 @@ There are two kinds of padding:
 
 All calls use ``channel``, the objects that dispatchers with the same config and group open and share. They count in
 ``metrics``. ``slot_weights`` stands above the dispatcher: it brings the weights of copied experts to the ranks that
-hold them. ``chunks`` runs a layer call in parts, and ``unequal_steps`` lets ranks make different numbers of calls. In
-a call, ``balancing`` plans expert slots if the config asks for it, and ``moe_dispatch._recorder`` keeps ids for a
+hold them. So does the folder ``moe_dispatch.steps``, with layer calls in parts and unequal numbers of calls. In a call,
+``balancing`` plans expert slots if the config asks for it, and ``moe_dispatch._recorder`` keeps ids for a
 trace. Outside of a call: ``requirements`` (what config and backend need from a group), ``overflow`` (it reads what
-graph-safe calls needed), and ``self_test`` (random rows through identity experts). ``moe_dispatch._cuda_graphs``
+graph-safe calls needed), and ``self_test`` (random rows through identity experts). ``moe_dispatch.cuda_graphs``
 captures graph-safe calls.
 """
 
-from moe_dispatch.dispatchers.chunks import run_in_chunks
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, build_dispatcher
 from moe_dispatch.dispatchers.metrics import Metrics
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
 from moe_dispatch.dispatchers.slot_weights import SlotWeights
-from moe_dispatch.dispatchers.unequal_steps import join
+
+if TYPE_CHECKING:
+    from moe_dispatch.steps.chunks import run_in_chunks
+    from moe_dispatch.steps.join import join
+else:
+    _PLUG_INS = {"join": "moe_dispatch.steps.join", "run_in_chunks": "moe_dispatch.steps.chunks"}
+
+    def __getattr__(name):
+        """Import a name of a plug-in on first use."""
+        if name not in _PLUG_INS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_PLUG_INS[name]), name)
+        return value
+
 
 __all__ = ["Dispatcher", "Metrics", "RequiredCapacity", "SlotWeights", "build_dispatcher", "join", "run_in_chunks"]
