@@ -9,9 +9,9 @@ backward of combine     ``exchange``; also ``dispatch(again=...)``
 graph-safe, two levels  ``FixedAllToAll.start``; ``TwoLevelAllToAll.finish``
 allgather               ``AllGather.dispatch``, ``AllGatherRoute.spread`` and ``collect``
 sizes of a call         ``agreement.settle``; ``agreement.tell_peers`` if this rank refuses the call
-a refusal among counts  ``agreement.tell_peers``, by ``Backend.refuse`` or in place of the counts of ``balance``
-expert weights          ``_exchange``, ``_Fetch.backward`` and ``_Leave.backward`` in ``dispatchers/slot_weights.py``
-a plan of experts       ``balancing.plan_balance``; ``balancing.place``
+a refusal among counts  ``agreement.tell_peers``, by ``Backend.refuse`` or ``Slots.refuse``
+expert weights          ``_exchange``, ``_Fetch.backward`` and ``_Leave.backward`` in ``balance/slot_weights.py``
+a plan of experts       ``Planned.assign``, ``Planned.refuse`` and ``place`` in ``balance/slots.py``
 a dispatcher is built   ``lease_channel``
 between steps           ``overflow`` (check, grow, retry), ``read_metrics``, ``run_self_test``
 data, not rows          ``broadcast_layout``; ``RoutingTable.gathered`` and calls with ``group=``

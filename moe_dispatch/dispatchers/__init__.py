@@ -27,19 +27,30 @@ There are two kinds of padding:
   ``triton_tables``), which add these rows. If the backend has ``pads_experts``, its library adds them.
 
 All calls use ``channel``, the objects that dispatchers with the same config and group open and share. They count in
-``metrics``. ``slot_weights`` stands above the dispatcher: it brings the weights of copied experts to the ranks that
-hold them. ``chunks`` runs a layer call in parts, and ``unequal_steps`` lets ranks make different numbers of calls. In
-a call, ``balancing`` plans expert slots if the config asks for it, and ``moe_dispatch._recorder`` keeps ids for a
-trace. Outside of a call: ``requirements`` (what config and backend need from a group), ``overflow`` (it reads what
-graph-safe calls needed), and ``self_test`` (random rows through identity experts). ``moe_dispatch._cuda_graphs``
-captures graph-safe calls.
+``metrics``. ``chunks`` runs a layer call in parts, and ``unequal_steps`` lets ranks make different numbers of calls. In
+a call, a plug-in behind ``moe_dispatch._slots`` chooses expert slots if the config asks for it, and
+``moe_dispatch._recorder`` keeps ids for a trace. Outside of a call: ``requirements`` (what config and backend need from
+a group), ``overflow`` (it reads what graph-safe calls needed), and ``self_test`` (random rows through identity
+experts). ``moe_dispatch._cuda_graphs`` captures graph-safe calls.
 """
 
+from typing import TYPE_CHECKING
+
+from moe_dispatch._slots import plug_in
 from moe_dispatch.dispatchers.chunks import run_in_chunks
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, build_dispatcher
 from moe_dispatch.dispatchers.metrics import Metrics
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
-from moe_dispatch.dispatchers.slot_weights import SlotWeights
 from moe_dispatch.dispatchers.unequal_steps import join
 
 __all__ = ["Dispatcher", "Metrics", "RequiredCapacity", "SlotWeights", "build_dispatcher", "join", "run_in_chunks"]
+
+if TYPE_CHECKING:
+    from moe_dispatch.balance.slot_weights import SlotWeights
+else:
+
+    def __getattr__(name):
+        """Import ``SlotWeights`` on first use, because it belongs to a plug-in."""
+        if name != "SlotWeights":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return plug_in("slot_weights").SlotWeights

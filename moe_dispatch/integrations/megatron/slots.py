@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moe_dispatch.dispatchers import SlotWeights
+from moe_dispatch import dispatchers
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.integrations.megatron.dispatcher import MegatronDispatcher
 from moe_dispatch.types import Dispatched
@@ -75,7 +75,7 @@ class SlotExperts:
             return output_RD
 
         sent = dataclasses.replace(dispatcher.in_flight("experts"), edge=rows_RD, quantised=None, weights=probs_R)
-        outputs_RD = SlotWeights(dispatcher.dispatcher).run(sent, run, *stacked)[1]
+        outputs_RD = dispatchers.SlotWeights(dispatcher.dispatcher).run(sent, run, *stacked)[1]
         if outputs_RD.requires_grad:
             outputs_RD = _Return.apply(outputs_RD, parameters, *stacked)  # type: ignore[no-untyped-call]
             if torch._C._current_graph_task_id() == -1:  # otherwise a recomputation, whose backward follows
