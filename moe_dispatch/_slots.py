@@ -11,8 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Literal, final
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from moe_dispatch.config import DispatcherConfig
     from moe_dispatch.dispatchers.channel import Channel, Lease
 
-_PLUG_IN = "moe_dispatch.balance"
 # For editors, which offer these names; names of other planners are as good.
 PlannerName = Literal["exact", "least_loaded", "eplb"]
 
@@ -140,23 +138,6 @@ class SlotOptions(ABC):
         """Return the slots whose ``tensors()`` are given."""
 
 
-def plug_in(module: str) -> Any:
-    """Import a module of the plug-in.
-
-    Raises:
-        ConfigError: The plug-in is not installed.
-    """
-    try:
-        return import_module(f"{_PLUG_IN}.{module}")
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith(_PLUG_IN):
-            raise
-        raise ConfigError(
-            f"{_PLUG_IN} is not installed. balance, balance_bound, balance_min_rows, spare_experts_per_rank, "
-            "Dispatcher.place and SlotWeights need it. Leave them out, or install the whole package."
-        ) from error
-
-
 @cache
 def load_slot_options() -> type[SlotOptions]:
     """Return the options class of the plug-in.
@@ -164,5 +145,11 @@ def load_slot_options() -> type[SlotOptions]:
     Raises:
         ConfigError: The plug-in is not installed.
     """
-    found: type[SlotOptions] = plug_in("options").BalanceOptions
-    return found
+    try:
+        from moe_dispatch.balance.options import BalanceOptions  # noqa: PLC0415 - a plain call never needs it
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "moe_dispatch.balance is not installed. balance, balance_bound, balance_min_rows, spare_experts_per_rank "
+            "and Dispatcher.place need it. Leave them out, or install the whole package."
+        ) from error
+    return BalanceOptions

@@ -58,7 +58,7 @@ class Placed(Slots):
 
 @final
 class Planned(Slots):
-    """Slots that a planner fills anew in every dispatch, from the counts of all ranks. Dispatchers share them.
+    """Slots that are planned anew in every dispatch, from the counts of all ranks. Dispatchers of a channel share them.
 
     Cost: in graph-safe mode, one all-gather of E integers of the device and no host sync. Otherwise one host sync, and
     one all-gather of E+1 integers on the control group. With ``debug``, or a planner of another package, also an

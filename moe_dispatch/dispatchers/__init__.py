@@ -34,23 +34,26 @@ a group), ``overflow`` (it reads what graph-safe calls needed), and ``self_test`
 experts). ``moe_dispatch._cuda_graphs`` captures graph-safe calls.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from moe_dispatch._slots import plug_in
 from moe_dispatch.dispatchers.chunks import run_in_chunks
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, build_dispatcher
 from moe_dispatch.dispatchers.metrics import Metrics
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
 from moe_dispatch.dispatchers.unequal_steps import join
 
-__all__ = ["Dispatcher", "Metrics", "RequiredCapacity", "SlotWeights", "build_dispatcher", "join", "run_in_chunks"]
-
 if TYPE_CHECKING:
     from moe_dispatch.balance.slot_weights import SlotWeights
 else:
+    _PLUG_INS = {"SlotWeights": "moe_dispatch.balance.slot_weights"}
 
     def __getattr__(name):
-        """Import ``SlotWeights`` on first use, because it belongs to a plug-in."""
-        if name != "SlotWeights":
+        """Import a name of a plug-in on first use."""
+        if name not in _PLUG_INS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return plug_in("slot_weights").SlotWeights
+        value = globals()[name] = getattr(import_module(_PLUG_INS[name]), name)
+        return value
+
+
+__all__ = ["Dispatcher", "Metrics", "RequiredCapacity", "SlotWeights", "build_dispatcher", "join", "run_in_chunks"]

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from moe_dispatch import dispatchers
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, run_in_chunks
 from moe_dispatch.errors import ConfigError
@@ -88,7 +87,9 @@ def run_layer(
     """
     if not has_spare_slots(dispatcher.config):
         return run_in_chunks(dispatcher, experts, x, routing, plan)
-    slots = dispatchers.SlotWeights(dispatcher)  # a plug-in, loaded on use
+    from moe_dispatch.dispatchers import SlotWeights  # noqa: PLC0415 - other layers never need it
+
+    slots = SlotWeights(dispatcher)
     if dispatcher.config.chunk_tokens is not None:
         return run_in_chunks(dispatcher, lambda sent: slots.run(sent, experts, *own)[1], x, routing, plan)
     in_flight = dispatcher.dispatch(x, routing, plan, async_op=True)  # so rows and weights travel at the same time

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moe_dispatch import dispatchers
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.integrations.megatron.dispatcher import MegatronDispatcher
 from moe_dispatch.types import Dispatched
@@ -62,6 +61,8 @@ class SlotExperts:
         Cost: that of ``SlotWeights.run`` after the rows have arrived. Meanwhile, and in the backward, there is a copy
         of the parameters.
         """
+        from moe_dispatch.dispatchers import SlotWeights  # noqa: PLC0415 - only layers with balance need the plug-in
+
         named, config = self._gathered_parameters(), self._experts.config
         parameters = [[named[name] for name in names] for names in self._names.values()]
         apart = config.gradient_accumulation_fusion or getattr(config, "delay_wgrad_compute", False)
@@ -75,7 +76,7 @@ class SlotExperts:
             return output_RD
 
         sent = dataclasses.replace(dispatcher.in_flight("experts"), edge=rows_RD, quantised=None, weights=probs_R)
-        outputs_RD = dispatchers.SlotWeights(dispatcher.dispatcher).run(sent, run, *stacked)[1]
+        outputs_RD = SlotWeights(dispatcher.dispatcher).run(sent, run, *stacked)[1]
         if outputs_RD.requires_grad:
             outputs_RD = _Return.apply(outputs_RD, parameters, *stacked)  # type: ignore[no-untyped-call]
             if torch._C._current_graph_task_id() == -1:  # otherwise a recomputation, whose backward follows
