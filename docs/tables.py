@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import torch
 
-from moe_dispatch._stability import EXPERIMENTAL_FIELDS, PUBLIC
+from docs.stability import EXPERIMENTAL_FIELDS, PUBLIC
 from moe_dispatch._support import SUPPORT
 from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, known_backends, load_backend
 from moe_dispatch.backends.base import WireDtype, listed_sizes

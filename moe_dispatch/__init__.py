@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from moe_dispatch._cuda_graphs import capture
     from moe_dispatch.config import DispatcherConfig
+    from moe_dispatch.cuda_graphs import capture
     from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
     from moe_dispatch.errors import MoEDispatchError
     from moe_dispatch.layouts import BSHD, SBHD, THD, Masked, Rows
@@ -37,7 +37,7 @@ else:
     _MODULES = {
         "moe_dispatch.config": ("DispatcherConfig",),
         "moe_dispatch.dispatchers": ("Dispatcher", "build_dispatcher"),
-        "moe_dispatch._cuda_graphs": ("capture",),
+        "moe_dispatch.cuda_graphs": ("capture",),
         "moe_dispatch.errors": ("MoEDispatchError",),
         "moe_dispatch.layouts": ("BSHD", "SBHD", "THD", "Masked", "Rows"),
         "moe_dispatch.types": ("Dispatched", "Plan", "Routing"),

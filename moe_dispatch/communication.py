@@ -1,24 +1,6 @@
 """All torch.distributed collectives of moe_dispatch, and ``raise_alike``, with which ranks raise together.
 
-Only the kernels of ``deep_ep`` and the notes of the watchdog travel by other ways. These functions talk to other ranks:
-
-======================  ===========================================================================================
-dispatch on alltoall    ``AllToAll.start`` (counts), ``start_rows`` (rows), in ``backends/alltoall/backend.py``
-its combine             ``Leg.add_up``; also the backward of dispatch. With ``reduction="exact"``: ``exchange``
-backward of combine     ``exchange``; also ``dispatch(again=...)``
-graph-safe, two levels  ``FixedAllToAll.start``; ``TwoLevelAllToAll.finish``
-allgather               ``AllGather.dispatch``, ``AllGatherRoute.spread`` and ``collect``
-sizes of a call         ``agreement.settle``; ``agreement.tell_peers`` if this rank refuses the call
-a refusal among counts  ``agreement.tell_peers``, by ``Backend.refuse`` or ``Slots.refuse``
-expert weights          ``_exchange``, ``_Fetch.backward`` and ``_Leave.backward`` in ``balance/slot_weights.py``
-a plan of experts       ``Planned.assign``, ``Planned.refuse`` and ``place`` in ``balance/slots.py``
-a dispatcher is built   ``lease_channel``
-between steps           ``overflow`` (check, grow, retry), ``read_metrics``, ``run_self_test``
-data, not rows          ``broadcast_layout``; ``RoutingTable.gathered`` and calls with ``group=``
-unequal steps           the messages of ``dispatchers/unequal_steps.py``
-a slice of the batch    ``integrations/transformers/batch_slice.py``
-deep_ep, not its rows   ``HybridEP.close``; opening ``ElasticDeepEP``
-======================  ===========================================================================================
+Only the kernels of ``deep_ep`` and the notes of the watchdog travel by other ways.
 """
 
 from __future__ import annotations
@@ -64,7 +46,7 @@ Value = TypeVar("Value")
 Work = dist.Work | WatchedCall | Alone  # a collective that can be waited for
 
 guards: dict[dist.ProcessGroup | None, Callable[[str], None]] = {}
-"""For each group with an open block of ``join``, a function that refuses a collective, by its label."""
+"""For a group, a function that may refuse each of its collectives, by label. ``join`` sets it in its block."""
 
 
 @final

@@ -9,13 +9,14 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from moe_dispatch._probing import how_to_install
-from moe_dispatch._quantisation import RECIPES, RecipeName
+from moe_dispatch._recipes import RECIPES, RecipeName
 from moe_dispatch._slots import PlannerName, SlotOptions, load_slot_options
 from moe_dispatch._support import newer_format
 from moe_dispatch.backends.base import BackendOptions, PermutationName, WireDtype
@@ -255,6 +256,11 @@ class DispatcherConfig(BaseModel):
             ),
             (self.graph_safe and not static, f'graph_safe needs row_counts "static", got {self.row_counts!r}.'),
             (self.chunk_recompute and self.chunk_tokens is None, "chunk_recompute needs chunk_tokens."),
+            (
+                self.chunk_tokens is not None and find_spec("moe_dispatch.steps") is None,
+                "moe_dispatch.steps is not installed. chunk_tokens needs it. Leave that out, or install the whole "
+                "package.",
+            ),
             (given and not self.graph_safe, f"{given} needs graph_safe=True. Otherwise buffers follow the routing."),
             (finite and self.on_overflow is None, f'Set on_overflow to "raise" or "drop" with {finite}.'),
         ):

@@ -24,7 +24,7 @@ from moe_dispatch._expert_rows import (
     grouped_mm,
     matrix_gradient,
 )
-from moe_dispatch._quantisation import RECIPES, Quantised, quantise, quantised_form, widen
+from moe_dispatch._recipes import RECIPES, Quantised, quantise, quantised_form, widen
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.permutation.index import round_up
 from moe_dispatch.types import Dispatched, QuantisedRows

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch._expert_rows import grouped_mm, split
-from moe_dispatch._quantisation import RecipeName, Widen
+from moe_dispatch._recipes import RecipeName, Widen
 from moe_dispatch._slots import Placement
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_dispatch.backends import Constraints, parse_backend
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import Dispatcher, SlotWeights, run_in_chunks
+from moe_dispatch.dispatchers import Dispatcher, SlotWeights
 from moe_dispatch.errors import InputError
 from moe_dispatch.types import Dispatched, Routing
 from moe_dispatch_testing.case import BackendSpec, poisoned_memory
@@ -222,6 +222,8 @@ def _layer(
     def call() -> Tensor:
         routing, config = Routing(batch.ids_TK, weights), dispatcher.config
         if config.chunk_tokens is not None:
+            from moe_dispatch.dispatchers import run_in_chunks  # noqa: PLC0415 - the kit works without it
+
             return run_in_chunks(dispatcher, lambda sent: run(sent, *own), x, routing)
         sent = dispatcher.dispatch(x, routing)
         if config.balance is None:

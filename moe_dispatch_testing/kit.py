@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import final
 
-from moe_dispatch._quantisation import RECIPES
+from moe_dispatch._recipes import RECIPES
 from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, Rejected, parse_backend
 from moe_dispatch.backends.base import listed_sizes
 from moe_dispatch_testing.case import BackendSpec, Case, run_case

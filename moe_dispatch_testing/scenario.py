@@ -16,7 +16,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._quantisation import RecipeName
+from moe_dispatch._recipes import RecipeName
 from moe_dispatch.backends import Constraints, MoEShape
 from moe_dispatch.backends.base import WireDtype
 from moe_dispatch.balance import ExpertPlacement

@@ -8,7 +8,7 @@ from typing import final
 
 from torch import Tensor
 
-from moe_dispatch._quantisation import Quantised
+from moe_dispatch._recipes import Quantised
 from moe_dispatch.backends import (
     Arrived,
     Backend,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from griffe import Alias, Attribute, Class, Function, GriffeLoader, ModulesCollection, Object
 
-from moe_dispatch._stability import PUBLIC
+from docs.stability import PUBLIC
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import moe_dispatch
+from docs.stability import EXPERIMENTAL_FIELDS, PUBLIC
 from moe_dispatch import DispatcherConfig
-from moe_dispatch._stability import EXPERIMENTAL_FIELDS, PUBLIC
 from moe_dispatch.integrations.checks import parse_version
 from tests.signatures import ROOT, lines, modules, unannounced
 

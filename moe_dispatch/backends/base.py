@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from moe_dispatch._probing import Rejected, Usable
-from moe_dispatch._quantisation import RECIPES, Quantised
+from moe_dispatch._recipes import RECIPES, Quantised
 from moe_dispatch.backends.capacity import CapacityFactor, capacity_of, worst_rows
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.workspace import Workspace

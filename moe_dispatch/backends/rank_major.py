@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch._quantisation import Quantised, widen, widened_gradient
+from moe_dispatch._recipes import Quantised, widen, widened_gradient
 from moe_dispatch.backends.base import Arrived, BackendContext, Route, WireDtype
 from moe_dispatch.permutation import Permutation, SlotIndex
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from moe_dispatch._probing import Rejected, Usable
@@ -99,7 +100,7 @@ def known_backends() -> list[str]:
 
 def backends_with(option: str) -> list[str]:
     """Return the names of the built-in backends that have an option."""
-    return [name for name in _BUILT_IN if option in load_backend(name).model_fields]
+    return [name for name in _installed() if option in load_backend(name).model_fields]
 
 
 def load_backend(name: str) -> type[BackendOptions]:
@@ -126,8 +127,13 @@ def load_backend(name: str) -> type[BackendOptions]:
     except (Exception, SystemExit) as error:  # the import of another package may raise anything
         raise BackendUnavailableError(
             f"Backend {name!r} cannot be used here: its import raised {type(error).__name__}: {error}. "
-            f"Repair its package, or choose one of: {', '.join(sorted({*_BUILT_IN} - {name}))}. [MD02]"
+            f"Repair its package, or choose one of: {', '.join(sorted({*_installed()} - {name}))}. [MD02]"
         ) from error
+
+
+def _installed() -> list[str]:
+    """Return the names of the built-in backends whose folders were not deleted."""
+    return [name for name, source in _BUILT_IN.items() if find_spec(source.module.rpartition(".")[0]) is not None]
 
 
 def _third_party() -> dict[str, EntryPoint]:

@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch._quantisation import RECIPES, Quantised, Recipe, quantise_into, widen
+from moe_dispatch._recipes import RECIPES, Quantised, Recipe, quantise_into, widen
 from moe_dispatch.backends.base import MoEShape, WireDtype
 from moe_dispatch.permutation import round_up
 

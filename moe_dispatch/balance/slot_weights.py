@@ -20,7 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._quantisation import Joined
+from moe_dispatch._recipes import Joined
 from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.balance.movement import (
     Movement,

@@ -15,8 +15,8 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any, NoReturn, TypeVar, final
 
@@ -159,7 +159,7 @@ class Lease:
     Attributes:
         name: Name of the dispatcher.
         opened: The channel, also after the share was given back.
-        shared: What ``enter`` returns for a call: the channel, or in a block of ``join`` what stands in for it.
+        shared: What ``enter`` returns for a call: the channel, or what stands in for it by ``standing_in``.
         number: Number of the dispatcher on its channel, in the order of building, so it is equal on all ranks. A copy
             has the number of its original.
         layer: Number of the lease's own counters in the meter.
@@ -288,6 +288,27 @@ def named_channel(name: str) -> Channel:
     for watch in channel.watches:
         watch.layer = ""  # which dispatcher calls is not known here
     return channel
+
+
+@contextmanager
+def standing_in(by_lease: Mapping[Lease, Channel], by_name: Sequence[Channel]) -> Iterator[None]:
+    """Let calls use other objects than the channels of their dispatchers. The channels stay open meanwhile.
+
+    Args:
+        by_lease: For each lease, what ``enter`` returns: a copy of the channel with other attributes.
+        by_name: For each channel, what ``named_channel`` returns: such a copy with the same name.
+    """
+    shares = [Lease(lease.opened, lease.name) for lease in by_lease]
+    for lease, channel in by_lease.items():
+        lease.shared = channel
+    _by_name.update({channel.name: channel for channel in by_name})
+    try:
+        yield
+    finally:
+        for lease in by_lease:
+            lease.shared = _by_name[lease.opened.name] = lease.opened
+        for share in shares:
+            share.release()
 
 
 def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.ProcessGroup | None, name: str) -> Lease:

@@ -19,7 +19,6 @@ from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import autograd, checks, operators, overflow
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
 from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel, profiler_range
-from moe_dispatch.dispatchers.chunks import run_in_chunks
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
 from moe_dispatch.dispatchers.self_test import run_self_test
@@ -92,6 +91,8 @@ class Dispatcher(nn.Module):
     def forward(self, x: Tensor, routing: Routing, plan: Plan | Layout | None = None) -> Tensor:
         """Run the whole layer, ``combine(run_experts(dispatch(x)))``; the result has the shape of x."""
         if self.config.chunk_tokens is not None:
+            from moe_dispatch.steps.chunks import run_in_chunks  # noqa: PLC0415 - other layers never need it
+
             return run_in_chunks(self, self.run_experts, x, routing, plan)
         sent = self.dispatch(x, routing, plan)
         return self.combine(self.run_experts(sent), sent)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from moe_dispatch._custom_operators import operator
-from moe_dispatch._quantisation import RECIPES, Quantised
+from moe_dispatch._recipes import RECIPES, Quantised
 from moe_dispatch._slots import load_slot_options
 from moe_dispatch.backends.base import Route, Tables
 from moe_dispatch.communication import to_device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_dispatch._probing import Rejected
-from moe_dispatch._quantisation import RECIPES
+from moe_dispatch._recipes import RECIPES
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape, listed_sizes
 from moe_dispatch.backends.registry import known_backends, probe_backend
 from moe_dispatch.config import DispatcherConfig

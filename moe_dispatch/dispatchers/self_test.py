@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_dispatch._quantisation import RECIPES
-from moe_dispatch.dispatchers.chunks import run_in_chunks
+from moe_dispatch._recipes import RECIPES
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Routing
@@ -67,7 +66,8 @@ def _differences(dispatcher: Dispatcher, device: torch.device, dtype: torch.dtyp
     def experts(sent: Dispatched) -> Tensor:
         return sent.rows if config.weights == "combine" else (sent.rows * sent.weights.unsqueeze(1)).to(dtype)
 
-    y = run_in_chunks(dispatcher, experts, x, Routing(ids, weights), Rows())
+    sent = dispatcher.dispatch(x, Routing(ids, weights), Rows())
+    y = dispatcher.combine(experts(sent), sent)
     total = weights.detach().sum(1, keepdim=True)
     found = {"output": _difference(y.detach(), x.detach() * total)}
     if differentiable:

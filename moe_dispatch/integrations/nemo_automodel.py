@@ -13,7 +13,7 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch._quantisation import RECIPES
+from moe_dispatch._recipes import RECIPES
 from moe_dispatch.backends.registry import BackendName
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig

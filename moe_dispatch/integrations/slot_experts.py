@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import Dispatcher, run_in_chunks
+from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Plan, Routing
@@ -85,13 +85,19 @@ def run_layer(
         routing: As in ``Dispatcher.dispatch``.
         plan: As in ``Dispatcher.dispatch``.
     """
-    if not has_spare_slots(dispatcher.config):
-        return run_in_chunks(dispatcher, experts, x, routing, plan)
-    from moe_dispatch.dispatchers import SlotWeights  # noqa: PLC0415 - other layers never need it
+    slots = None
+    if has_spare_slots(dispatcher.config):
+        from moe_dispatch.balance.slot_weights import SlotWeights  # noqa: PLC0415 - other layers never need it
 
-    slots = SlotWeights(dispatcher)
+        slots = SlotWeights(dispatcher)
     if dispatcher.config.chunk_tokens is not None:
-        return run_in_chunks(dispatcher, lambda sent: slots.run(sent, experts, *own)[1], x, routing, plan)
+        from moe_dispatch.steps.chunks import run_in_chunks  # noqa: PLC0415 - other layers never need it
+
+        run_experts = experts if slots is None else lambda sent: slots.run(sent, experts, *own)[1]
+        return run_in_chunks(dispatcher, run_experts, x, routing, plan)
+    if slots is None:
+        sent = dispatcher.dispatch(x, routing, plan)
+        return dispatcher.combine(experts(sent), sent)
     in_flight = dispatcher.dispatch(x, routing, plan, async_op=True)  # so rows and weights travel at the same time
     sent, rows_RD = slots.run(in_flight, experts, *own)
     return dispatcher.combine(rows_RD, sent)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_dispatch._quantisation import widen
+from moe_dispatch._recipes import widen
 from moe_dispatch.backends.base import WireDtype
 from moe_dispatch.backends.wire import id_dtype_for, packet_format, row_format
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Dispatcher, DispatcherConfig, Plan, Routing, build_dispatcher, capture
-from moe_dispatch import _cuda_graphs as capturing
-from moe_dispatch._cuda_graphs import Captured
+from moe_dispatch import cuda_graphs as capturing
+from moe_dispatch.cuda_graphs import Captured
 from moe_dispatch.errors import InputError, StateError
 
 HIDDEN, TOKENS = 16, 6

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import Dispatched, DispatcherConfig, Routing, build_dispatcher, quantised
-from moe_dispatch._quantisation import RECIPES, Quantised, RecipeName, quantise, widen
+from moe_dispatch._recipes import RECIPES, Quantised, RecipeName, quantise, widen
 from moe_dispatch.backends.rank_major import expand
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.errors import ConfigError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher, quantised
-from moe_dispatch._quantisation import RECIPES, quantise
+from moe_dispatch._recipes import RECIPES, quantise
 from tests.dispatchers.layer import Group, expert_weights, on_ranks, random_routing, random_rows, small_config
 from tests.pages import ROOT
 

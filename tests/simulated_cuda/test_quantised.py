@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing
-from moe_dispatch._quantisation import RECIPES, quantise, widen
+from moe_dispatch._recipes import RECIPES, quantise, widen
 from moe_dispatch.backends.rank_major import expand
 from tests.simulated_cuda.device import recorded
 from tests.simulated_cuda.layer import EXPERTS, HIDDEN, TOP_K, dispatcher_of

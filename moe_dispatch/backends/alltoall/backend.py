@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._quantisation import Quantised
+from moe_dispatch._recipes import Quantised
 from moe_dispatch.backends.base import (
     WANTS_WEIGHTS,
     Arrived,

@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch._quantisation import Quantised, widen, widened_gradient
+from moe_dispatch._recipes import Quantised, widen, widened_gradient
 from moe_dispatch.backends.base import MoEShape, Route
 from moe_dispatch.backends.deep_ep.rank_rows import Payload, pack, unpack
 from moe_dispatch.permutation import accumulation_dtype

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from moe_dispatch._quantisation import RECIPES
+from moe_dispatch._recipes import RECIPES
 from moe_dispatch.backends.base import Constraints, MoEShape
 from moe_dispatch.backends.deep_ep.library import parameters
 from moe_dispatch.errors import ConfigError

@@ -18,7 +18,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
-from moe_dispatch._quantisation import RECIPES
+from moe_dispatch._recipes import RECIPES
 from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoEShape
 from moe_dispatch.backends.deep_ep import hybrid_rules
 from moe_dispatch.backends.deep_ep.buffers import Handle, LibraryBackend, environment_switch, unfilled

@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._quantisation import RECIPES, Quantised, quantise, widen
+from moe_dispatch._recipes import RECIPES, Quantised, quantise, widen
 from moe_dispatch.backends.base import Arrived, BackendContext, WireDtype
 from moe_dispatch.backends.deep_ep.buffers import Handle, LibraryBackend
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive

@@ -33,7 +33,7 @@ from moe_dispatch.communication import (
 )
 from moe_dispatch.dispatchers import channel as channels
 from moe_dispatch.dispatchers.autograd import Departed
-from moe_dispatch.dispatchers.channel import Channel, Lease
+from moe_dispatch.dispatchers.channel import Channel, standing_in
 from moe_dispatch.dispatchers.checks import ROW_DTYPES, check_combine
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, receive
 from moe_dispatch.dispatchers.metrics import is_recomputation
@@ -108,17 +108,16 @@ def join(layers: Iterable[Dispatcher] | Mapping[Dispatcher, Experts]) -> Iterato
                 f"{'' if isinstance(layers, Iterable) else ' alone'}. Pass join([dispatcher, ...])."
             )
     session = _Session(layers if isinstance(layers, Mapping) else {layer: layer.run_experts for layer in listed})
-    try:
-        yield
-        while session.answer():
-            pass
-    except BaseException as error:
-        if not session.in_exchange:
-            with suppress(Exception):  # the error of this rank matters more
-                session.fail(error)
-        raise
-    finally:
-        session.close()
+    with session.block():
+        try:
+            yield
+            while session.answer():
+                pass
+        except BaseException as error:
+            if not session.in_exchange:
+                with suppress(Exception):  # the error of this rank matters more
+                    session.fail(error)
+            raise
 
 
 class _FreshTensor(torch.autograd.Function):
@@ -187,15 +186,6 @@ class _Session:
         self._channels = [lease.opened for lease in self._leases]
         self.control = max(self._channels, key=lambda channel: channel.users > 0).control
         raise_alike(self.control, self._problem(), facts=self._facts(), of_call=True, label="join")
-        self._shares = [Lease(channel, lease.name) for channel, lease in zip(self._channels, self._leases, strict=True)]
-        for number, (lease, channel) in enumerate(zip(self._leases, self._channels, strict=True)):
-            lease.shared = self._stand_in(channel, number)
-        self._named = [self._stand_in(channel, None) for channel in self._channels]
-        for channel in self._named:  # operators look channels up by name
-            channels._by_name[channel.name] = channel
-        self._groups = {link.group for each in self._channels for link in (each.communicator, each.control)} - {None}
-        guards.update(dict.fromkeys(self._groups, self._refuse))
-        _of_thread.is_joined = True
 
     def _facts(self) -> dict[str, Any]:
         told = [f"{lease.opened.config.digest[:12]} {lease.number}" for lease in self._leases]
@@ -240,16 +230,22 @@ class _Session:
         joined.backend = _Backend(self, channel.backend, number)
         return joined
 
-    def close(self) -> None:
-        """Give the dispatchers their channels back. A dispatcher that was closed in the block closes here."""
-        self.is_open = _of_thread.is_joined = False
-        for group in self._groups:
-            del guards[group]
-        for lease, channel in zip(self._leases, self._channels, strict=True):
-            lease.shared = channels._by_name[channel.name] = channel
-        for share in self._shares:
-            share.release()
-        self._calls.clear()
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Announce the exchanges of the dispatchers inside. A dispatcher that was closed there closes at the end."""
+        by_lease = {lease: self._stand_in(lease.opened, number) for number, lease in enumerate(self._leases)}
+        by_name = [self._stand_in(channel, None) for channel in self._channels]  # for operators
+        groups = {link.group for each in self._channels for link in (each.communicator, each.control)} - {None}
+        with standing_in(by_lease, by_name):
+            guards.update(dict.fromkeys(groups, self._refuse))
+            _of_thread.is_joined = True
+            try:
+                yield
+            finally:
+                self.is_open = _of_thread.is_joined = False
+                for group in groups:
+                    del guards[group]
+                self._calls.clear()
 
     def _refuse(self, label: str) -> None:
         """Refuse a collective that was not announced."""

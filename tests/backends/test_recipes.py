@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch._quantisation import RECIPES, Quantised, RecipeName, quantise, widen
+from moe_dispatch._recipes import RECIPES, Quantised, RecipeName, quantise, widen
 from moe_dispatch.backends.wire import row_format
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

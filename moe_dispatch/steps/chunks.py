@@ -26,6 +26,7 @@ from moe_dispatch.layouts import Layout, Masked, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
 
 if TYPE_CHECKING:
+    from moe_dispatch.config import DispatcherConfig
     from moe_dispatch.dispatchers.channel import Channel
     from moe_dispatch.dispatchers.dispatcher import Dispatcher
 
@@ -70,7 +71,7 @@ def run_in_chunks(
 
     Cost: C dispatches and combines, and without a plan that of ``plan``, with two more host syncs to check ids if the
     ranks agree on sizes but exchange no counts. With ``chunk_recompute``, C more of both in the backward. Metrics count
-    each dispatch. ``moe_dispatch/dispatchers/chunks.py`` states the memory.
+    each dispatch. ``moe_dispatch/steps/chunks.py`` states the memory.
     """
     if not callable(run_experts):
         raise InputError(
@@ -81,6 +82,14 @@ def run_in_chunks(
         return _run_chunks(dispatcher, run_experts, x, routing, plan)
     sent = dispatcher.dispatch(x, routing, plan)
     return dispatcher.combine(run_experts(sent), sent)
+
+
+def needs_chunks(plan: Plan, config: DispatcherConfig) -> InputError:
+    """Return the error of one dispatch for which some rank has too many rows."""
+    return InputError(
+        f"Dispatcher.dispatch: a rank must pass at most chunk_tokens ({config.chunk_tokens}) rows, got more on some "
+        f"rank: they take {plan.num_chunks} dispatches. Call the module or moe_dispatch.dispatchers.run_in_chunks."
+    )
 
 
 def _run_chunks(

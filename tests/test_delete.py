@@ -1,0 +1,196 @@
+"""Without the folder of a capability, everything else works as before, and asking for the capability is one error.
+
+Each test copies the package without a folder. A fresh process imports the copy and makes the calls of ``CALLS``, whose
+results must have the bits of the whole package.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import itertools
+import multiprocessing
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "moe_dispatch"
+CALLS = [*itertools.product(("local", "allgather", "alltoall"), (False, True), ("BSHD", "THD"))]
+"""Backend, whether the call is graph-safe, and the layout. ``local`` has one rank, the others have two."""
+
+CONFIG = "DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, backend={})"
+# What a user writes to get the capability of a folder, and the error without it.
+CAPABILITIES: dict[str, list[tuple[str, str]]] = {
+    "backends/deep_ep": [
+        (
+            CONFIG.format(f"{name!r}"),
+            f"BackendUnavailableError: Backend {name!r} cannot be used here: its import raised ModuleNotFoundError: "
+            "No module named 'moe_dispatch.backends.deep_ep'. Repair its package, or choose one of: allgather, "
+            "alltoall, local.",
+        )
+        for name in ("deepep", "hybridep")
+    ],
+    "balance": [
+        *(
+            (
+                f"DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, {field})",
+                "ConfigError: moe_dispatch.balance is not installed. balance, balance_bound, balance_min_rows, ",
+            )
+            for field in ("balance='exact'", "spare_experts_per_rank=1", "balance_min_rows=0", "balance_bound=1.5")
+        ),
+        (
+            "Dispatcher(DispatcherConfig(num_experts=8, top_k=2, hidden_size=16)).place(None)",
+            "ConfigError: moe_dispatch.balance is not installed. ",
+        ),
+        (
+            "from moe_dispatch.dispatchers import SlotWeights",
+            "ModuleNotFoundError: No module named 'moe_dispatch.balance'",
+        ),
+    ],
+    "integrations": [
+        (
+            "from moe_dispatch.integrations.transformers import attach",
+            "ModuleNotFoundError: No module named 'moe_dispatch.integrations'",
+        )
+    ],
+    "replay": [
+        ("from moe_dispatch.replay import RoutingTable", "ModuleNotFoundError: No module named 'moe_dispatch.replay'")
+    ],
+    "steps": [
+        (
+            "DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, chunk_tokens=4)",
+            "ConfigError: moe_dispatch.steps is not installed. chunk_tokens needs it. Leave that out, or install ",
+        ),
+        *(
+            (
+                f"from moe_dispatch.dispatchers import {name}",
+                "ModuleNotFoundError: No module named 'moe_dispatch.steps'",
+            )
+            for name in ("join", "run_in_chunks")
+        ),
+    ],
+}
+# Errors that have nothing to do with a deleted folder. They name what else there is, and so they may look at folders.
+OTHER_ERRORS = [
+    (CONFIG.format("'alltoal'"), "ConfigError: Unknown backend 'alltoal'. Known backends: "),
+    (CONFIG.format("'alltoall', reductions='exact'"), "ConfigError: DispatcherConfig: reductions: "),
+    (CONFIG.format("'allgather', levels=2"), "ConfigError: DispatcherConfig: levels: "),
+]
+
+
+class Outcome(NamedTuple):
+    """What a process finds: a digest of each call, the modules that the calls loaded, and the errors of statements."""
+
+    digests: dict[str, str]
+    loaded: list[str]
+    errors: list[str]
+
+
+def use_package(parent: Path, statements: Sequence[str]) -> Outcome:
+    """Import the package that lies in ``parent``, make all calls, and then run statements that raise."""
+    sys.path.insert(0, str(parent))
+    import moe_dispatch
+
+    assert moe_dispatch.__file__ is not None
+    assert Path(moe_dispatch.__file__).parent == parent / PACKAGE
+    torch.set_num_threads(1)
+    store = dist.HashStore()
+    groups = on_threads(lambda rank: make_group(store, rank))
+    digests = {str(call): call_once(moe_dispatch, groups, *call) for call in CALLS}
+    loaded, errors = [name for name in sys.modules if name.startswith(PACKAGE)], []
+    for statement in statements:
+        try:
+            exec(statement, {name: getattr(moe_dispatch, name) for name in moe_dispatch.__all__})
+            errors.append("nothing")
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return Outcome(digests, loaded, errors)
+
+
+def make_group(store: dist.Store, rank: int) -> dist.ProcessGroup:
+    gloo = dist.ProcessGroupGloo(store, rank, 2, datetime.timedelta(seconds=30))
+    group = dist.ProcessGroup(store, rank, 2)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return group
+
+
+def on_threads(body: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(2) as pool:
+        return [*pool.map(body, range(2))]
+
+
+def call_once(package: Any, groups: list[Any], backend: str, graph_safe: bool, layout: str) -> str:
+    """Run a layer forward and backward, and return a digest of all results of all ranks."""
+    fields = {"graph_safe": True, "max_tokens_per_rank": 8} if graph_safe else {}
+    config = package.DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, backend=backend, **fields)
+
+    def body(rank: int) -> list[Tensor]:
+        dispatcher = package.build_dispatcher(config, None if backend == "local" else groups[rank])
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(*((2, 4) if layout == "BSHD" else (7,)), 16, generator=generator).requires_grad_()
+        rows = x.shape[:-1].numel()
+        weights, ids = torch.randn(rows, 8, generator=generator).softmax(1).topk(2)
+        weights.requires_grad_()
+        way = package.BSHD(lengths=[3, 4]) if layout == "BSHD" else package.THD([0, 3, 7])
+        sent = dispatcher.dispatch(x, package.Routing(ids, weights), way)
+        y = dispatcher.combine(sent.rows.tanh(), sent)
+        y.square().sum().backward()
+        dispatcher.close()
+        assert x.grad is not None
+        assert weights.grad is not None
+        return [y, x.grad, weights.grad, sent.real_tokens_per_expert]
+
+    results = [body(0)] if backend == "local" else on_threads(body)
+    digest = hashlib.sha256()
+    for tensor in itertools.chain(*results):
+        digest.update(tensor.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def in_a_fresh_process(parent: Path, statements: Sequence[str]) -> Outcome:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context()) as pool:
+        return pool.submit(use_package, parent, statements).result(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Outcome:
+    """What the whole package does."""
+    return in_a_fresh_process(ROOT, [statement for statement, _ in OTHER_ERRORS])
+
+
+@pytest.mark.parametrize("folder", CAPABILITIES)
+def test_the_rest_works_without_the_folder_of_a_capability(folder: str, whole: Outcome, tmp_path: Path) -> None:
+    deleted = ROOT / PACKAGE / folder
+
+    def left_out(directory: str, names: list[str]) -> list[str]:
+        return [name for name in names if name == "__pycache__" or Path(directory, name) == deleted]
+
+    shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE, ignore=left_out)
+    assert deleted.is_dir()
+    assert not (tmp_path / PACKAGE / folder).exists()
+    asked = [*CAPABILITIES[folder], *OTHER_ERRORS]
+    found = in_a_fresh_process(tmp_path, [statement for statement, _ in asked])
+    assert found.digests == whole.digests
+    for (statement, expected), error in zip(asked, found.errors, strict=True):
+        assert error.startswith(expected), statement
+
+
+@pytest.mark.parametrize("folder", CAPABILITIES)
+def test_a_plain_call_loads_nothing_of_a_capability(folder: str, whole: Outcome) -> None:
+    module = f"{PACKAGE}.{folder.replace('/', '.')}"
+    assert [name for name in whole.loaded if f"{name}.".startswith(f"{module}.")] == []
+
+
+def test_errors_that_name_other_backends(whole: Outcome) -> None:
+    for (statement, expected), error in zip(OTHER_ERRORS, whole.errors, strict=True):
+        assert error.startswith(expected), statement
