@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.balance import ExactPlacement, ExpertPlacement, eplb
+from moe_dispatch.balance import ExpertPlacement, eplb
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch_testing import run_processes
 
@@ -144,12 +144,11 @@ class Layer:
             torch.randn(own, given.inner, given.hidden, generator=generator) / given.inner**0.5
         ).requires_grad_()
         self.rows = 0
-        self.placement: ExpertPlacement | ExactPlacement | None = None
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         in_flight = self.dispatcher.dispatch(x, routing, async_op=True)
         sent, outputs = self.slot_weights.run(in_flight, experts, self.up, self.down)
-        self.rows, self.placement = len(sent.rows), sent.placement
+        self.rows = len(sent.rows)
         return self.dispatcher.combine(outputs, sent)
 
 

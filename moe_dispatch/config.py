@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from moe_dispatch._probing import how_to_install
 from moe_dispatch._recipes import RECIPES, RecipeName
+from moe_dispatch._slots import PlannerName, SlotOptions, load_slot_options
 from moe_dispatch._support import newer_format
 from moe_dispatch.backends.base import BackendOptions, PermutationName, WireDtype
 from moe_dispatch.backends.capacity import Factor
@@ -28,8 +29,6 @@ from moe_dispatch.backends.registry import (
     load_backend,
     parse_backend,
 )
-from moe_dispatch.balance.exact import EXACT
-from moe_dispatch.balance.planners import PlannerName, check_planner
 from moe_dispatch.communication import canonical_json
 from moe_dispatch.errors import ConfigError, did_you_mean, shown
 
@@ -226,9 +225,9 @@ class DispatcherConfig(BaseModel):
         bounds = {"capacity_factor": self.capacity_factor, **options}
         finite = ", ".join(f"{name}={bound!r}" for name, bound in bounds.items() if bound != "worst")
         given = ", ".join(filter(None, [finite, self.on_overflow and f"on_overflow={self.on_overflow!r}"]))
-        static, balanced, exact = self.row_counts_policy == "static", self.balance is not None, self.balance == EXACT
-        if self.balance is not None:
-            check_planner(self.balance)
+        static = self.row_counts_policy == "static"
+        if self.slot_options is not None:
+            self.slot_options.check()
         recipe, quantised = RECIPES.get(self.wire_dtype), self.deliver == "quantised"
         for broken, rule in (
             (self.top_k > self.num_experts, f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts})."),
@@ -256,22 +255,6 @@ class DispatcherConfig(BaseModel):
                 'graph_safe and row_counts="static" need max_tokens_per_rank.',
             ),
             (self.graph_safe and not static, f'graph_safe needs row_counts "static", got {self.row_counts!r}.'),
-            (
-                balanced and not exact and not self.spare_experts_per_rank,
-                "balance needs spare_experts_per_rank. Set it to 1 or 2.",
-            ),
-            (
-                balanced and not exact and self.graph_safe,
-                f'balance must be "{EXACT}" or None with graph_safe=True, got {self.balance!r}: it plans on the host.',
-            ),
-            (
-                not exact and (self.balance_bound != 1 or self.balance_min_rows is not None),
-                f'balance_bound and balance_min_rows are settings of balance="{EXACT}", got balance={self.balance!r}.',
-            ),
-            (
-                self.graph_safe and bool(self.balance_min_rows),
-                "balance_min_rows needs graph_safe=False: without a copy, rows would not fit into the buffers.",
-            ),
             (self.chunk_recompute and self.chunk_tokens is None, "chunk_recompute needs chunk_tokens."),
             (
                 self.chunk_tokens is not None and find_spec("moe_dispatch.steps") is None,
@@ -299,12 +282,15 @@ class DispatcherConfig(BaseModel):
         """Name of the backend, or "auto"."""
         return AUTO if self.backend_options is None else self.backend_options.name
 
+    @property
+    def slot_options(self) -> SlotOptions | None:
+        """What the config says about expert slots; None if every rank holds its own experts only."""
+        given = self.balance is not None or self.balance_min_rows is not None or self.spare_experts_per_rank
+        return load_slot_options()(self) if given or self.balance_bound != 1 else None
+
     def spare_slots(self, ep_size: int) -> int:
         """Return the number of spare expert slots of each of ``ep_size`` ranks. One rank has nothing to balance."""
-        if self.balance != EXACT:
-            return self.spare_experts_per_rank
-        enough = self.num_experts // ep_size
-        return 0 if ep_size == 1 else min(self.spare_experts_per_rank or enough, enough)
+        return 0 if self.slot_options is None else self.slot_options.spare_slots(ep_size)
 
     def num_chunks(self, rows: int) -> int:
         """Return the number of dispatches in which a layer call sends ``rows`` rows of a rank."""
@@ -317,27 +303,11 @@ class DispatcherConfig(BaseModel):
 
     def balance_is_proved(self, ep_size: int) -> bool:
         """Return whether ``balance_bound`` holds for every routing, if every copy is made that a plan asks for."""
-        return self.balance == EXACT and self.spare_slots(ep_size) in (0, self.num_experts // ep_size)
+        return self.slot_options is not None and self.slot_options.is_proved(ep_size)
 
     def balance_promise(self, ep_size: int) -> str:
         """Say in a sentence what ``balance`` promises on ``ep_size`` ranks. Empty without ``balance``."""
-        if self.balance is None:
-            return ""
-        bound = f"{self.balance_bound:g} times the mean rows"
-        if self.balance != EXACT:
-            return f"Planner {self.balance!r} proves no bound for the busiest rank."
-        if not self.balance_is_proved(ep_size):
-            spare = self.spare_slots(ep_size)
-            return (
-                f"The busiest rank has the fewest rows that a plan with {spare} of {self.num_experts // ep_size} spare "
-                f"slots finds, which may exceed {bound}.{' check() reports an overflow.' * self.graph_safe}"
-            )
-        if self.graph_safe or self.balance_min_rows == 0:
-            return f"The busiest rank has at most {bound}, rounded up, for every routing. Nothing overflows."
-        return (
-            f"The busiest rank has at most {bound}, rounded up, and the rows of copies that were not made because they "
-            "had fewer than balance_min_rows. Nothing overflows."
-        )
+        return "" if self.slot_options is None else self.slot_options.promise(ep_size)
 
     @property
     def pad_multiple_rows(self) -> int:

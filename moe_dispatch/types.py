@@ -21,8 +21,7 @@ from torch import Tensor
 
 from moe_dispatch._expert_rows import grouped_mm, split
 from moe_dispatch._recipes import RecipeName, Widen
-from moe_dispatch.balance.exact import ExactPlacement
-from moe_dispatch.balance.placement import ExpertPlacement
+from moe_dispatch._slots import Placement
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
 
@@ -275,8 +274,9 @@ class Dispatched:
             graph-safe mode.
         weights: float32 (R,), or float64 for float64 rows; 0 on padding. They are part of the autograd graph.
         pad_multiple: The rows of each expert are padded to a multiple of this number. Experts must not pad again.
-        placement: The expert in each expert slot of each rank; None if every rank holds its own experts only. Under
-            ``balance="exact"`` it is an ``ExactPlacement``; ``placement.read()`` has the same on the host.
+        placement: The expert in each expert slot of each rank, an ``ExpertPlacement``; None if every rank holds its own
+            experts only. Under ``balance="exact"`` it is an ``ExactPlacement``; ``placement.read()`` has the same on
+            the host.
         state: Private state of the dispatcher and the backend.
     """
 
@@ -287,7 +287,7 @@ class Dispatched:
     host_counts: tuple[int, ...] | None
     weights: Tensor
     pad_multiple: int
-    placement: ExpertPlacement | ExactPlacement | None
+    placement: Placement | None
     state: Any
 
     def __repr__(self) -> str:
@@ -466,7 +466,7 @@ class InFlight:
         finish: Function behind ``wait``.
     """
 
-    placement: ExpertPlacement | ExactPlacement | None
+    placement: Placement | None
     finish: Callable[[], Dispatched]
 
     def wait(self) -> Dispatched:

@@ -15,8 +15,8 @@ from moe_dispatch.balance import ExpertPlacement, run_planner
 from moe_dispatch.balance.exact import EXACT
 from moe_dispatch.balance.placement import EMPTY
 from moe_dispatch.balance.slot_table import SlotTable, slots_of
+from moe_dispatch.balance.slots import exact_planner, fewest_rows
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers.requirements import exact_planner, fewest_rows
 from moe_dispatch.permutation import count_experts, merge_slots
 
 

@@ -39,6 +39,23 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
         )
         for name in ("deepep", "hybridep")
     ],
+    "balance": [
+        *(
+            (
+                f"DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, {field})",
+                "ConfigError: moe_dispatch.balance is not installed. balance, balance_bound, balance_min_rows, ",
+            )
+            for field in ("balance='exact'", "spare_experts_per_rank=1", "balance_min_rows=0", "balance_bound=1.5")
+        ),
+        (
+            "Dispatcher(DispatcherConfig(num_experts=8, top_k=2, hidden_size=16)).place(None)",
+            "ConfigError: moe_dispatch.balance is not installed. ",
+        ),
+        (
+            "from moe_dispatch.dispatchers import SlotWeights",
+            "ModuleNotFoundError: No module named 'moe_dispatch.balance'",
+        ),
+    ],
     "integrations": [
         (
             "from moe_dispatch.integrations.transformers import attach",

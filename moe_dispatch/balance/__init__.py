@@ -6,8 +6,12 @@
 - ``slot_table``: translates expert ids to expert slots, on the device.
 - ``movement``: which weights travel under a placement.
 
-All of this is arithmetic below the dispatchers: nothing here talks to other ranks. ``dispatchers.SlotWeights`` brings
-the weights of experts to their slots, and their gradients home.
+These modules are arithmetic: nothing in them talks to other ranks. The others plug into the dispatchers, by
+``moe_dispatch._slots``:
+
+- ``options``: what the fields of a config say about expert slots.
+- ``slots``: chooses the slots of a dispatch, and runs ``Dispatcher.place``.
+- ``slot_weights``: ``SlotWeights``, which brings the weights of experts to their slots, and their gradients home.
 """
 
 from moe_dispatch.balance.exact import ExactPlacement, exact

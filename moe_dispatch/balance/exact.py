@@ -22,6 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._slots import Placement
 from moe_dispatch.balance.placement import EMPTY, ExpertPlacement
 from moe_dispatch.balance.slot_table import counts_and_turns
 from moe_dispatch.communication import to_device
@@ -32,7 +33,7 @@ EXACT = "exact"
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ExactPlacement:
+class ExactPlacement(Placement):
     """The copies of experts of one dispatch, planned on the device.
 
     Slots are numbered as in ``ExpertPlacement``: the first M slots of a rank hold its own experts, and the others are

@@ -12,6 +12,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from moe_dispatch._slots import Placement
 from moe_dispatch._support import newer_format
 from moe_dispatch.errors import ConfigError, shown
 
@@ -23,7 +24,7 @@ EMPTY = -1
 
 @final
 @dataclass(frozen=True)
-class ExpertPlacement:
+class ExpertPlacement(Placement):
     """The expert that each expert slot of each rank holds.
 
     An expert slot is room for the weights of one expert on one rank. Every rank has the same number of them. An expert

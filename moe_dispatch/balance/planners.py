@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -380,8 +380,6 @@ class _Search:
         self._ranks_of[expert], self._shares[expert] = ranks, expert_shares(self._demand, expert, ranks)
 
 
-# For editors, which offer these names; names of other planners are as good.
-PlannerName = Literal["exact", "least_loaded", "eplb"]
 _BUILT_IN: dict[str, Planner] = {"eplb": eplb, "exact": exact, "least_loaded": least_loaded}
 
 

@@ -55,6 +55,11 @@ class SlotTable:
         with torch.inference_mode(False):  # training must be able to write to a table that an evaluation made
             return cls(copies_EC=to_device(rows, device), experts_L=to_device(experts, device))
 
+    def copied(self) -> SlotTable:
+        """Return a table of its own memory with the same values."""
+        with torch.inference_mode(False):
+            return SlotTable(copies_EC=self.copies_EC.clone(), experts_L=self.experts_L.clone())
+
     def update(self, other: SlotTable) -> bool:
         """Copy another table into the tensors of this one. Return False, and do nothing, if shape or device differs."""
         mine, theirs = self.copies_EC, other.copies_EC

@@ -27,12 +27,11 @@ There are two kinds of padding:
   ``triton_tables``), which add these rows. If the backend has ``pads_experts``, its library adds them.
 
 All calls use ``channel``, the objects that dispatchers with the same config and group open and share. They count in
-``metrics``. ``slot_weights`` stands above the dispatcher: it brings the weights of copied experts to the ranks that
-hold them. So does the folder ``moe_dispatch.steps``, with layer calls in parts and unequal numbers of calls. In a call,
-``balancing`` plans expert slots if the config asks for it, and ``moe_dispatch._recorder`` keeps ids for a
-trace. Outside of a call: ``requirements`` (what config and backend need from a group), ``overflow`` (it reads what
-graph-safe calls needed), and ``self_test`` (random rows through identity experts). ``moe_dispatch.cuda_graphs``
-captures graph-safe calls.
+``metrics``. In a call, a plug-in behind ``moe_dispatch._slots`` chooses expert slots if the config asks for it, and
+``moe_dispatch._recorder`` keeps ids for a trace. Outside of a call: ``requirements`` (what config and backend need from
+a group), ``overflow`` (it reads what graph-safe calls needed), and ``self_test`` (random rows through identity
+experts). Above the dispatcher stand ``moe_dispatch.cuda_graphs``, which captures graph-safe calls, and the plug-ins
+``moe_dispatch.balance`` and ``moe_dispatch.steps``.
 """
 
 from importlib import import_module
@@ -41,13 +40,17 @@ from typing import TYPE_CHECKING
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, build_dispatcher
 from moe_dispatch.dispatchers.metrics import Metrics
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
-from moe_dispatch.dispatchers.slot_weights import SlotWeights
 
 if TYPE_CHECKING:
+    from moe_dispatch.balance.slot_weights import SlotWeights
     from moe_dispatch.steps.chunks import run_in_chunks
     from moe_dispatch.steps.join import join
 else:
-    _PLUG_INS = {"join": "moe_dispatch.steps.join", "run_in_chunks": "moe_dispatch.steps.chunks"}
+    _PLUG_INS = {
+        "SlotWeights": "moe_dispatch.balance.slot_weights",
+        "join": "moe_dispatch.steps.join",
+        "run_in_chunks": "moe_dispatch.steps.chunks",
+    }
 
     def __getattr__(name):
         """Import a name of a plug-in on first use."""

@@ -17,9 +17,6 @@ from moe_dispatch.errors import InputError
 from moe_dispatch.permutation import count_experts
 from moe_dispatch.types import Plan, Sizes
 
-REFUSED = -1
-"""Number of rows that a rank tells its peers instead of its own, if it refuses a call."""
-
 UNTOLD = (
     "The other ranks were not told, because nothing is exchanged before rows travel. They wait until the watchdog, or "
     "a timeout of the group or of the backend's library, ends it. debug=True tells them."
@@ -78,9 +75,8 @@ def tell_peers(
     try:
         if channel.config.debug or (not has_sizes and channel.agrees_on_rows):
             _agree_on_largest(channel, 0, error)
-        elif in_dispatch and channel.config.balance is not None and not channel.config.graph_safe:
-            channel.control.gather_integers([REFUSED, *[0] * channel.config.num_experts], label="balance")
-            raise_alike(channel.control, error, label="refusal")
+        elif in_dispatch and channel.slots is not None and channel.slots.hears_refusals:
+            channel.slots.refuse(channel, error)
         elif in_dispatch and channel.needs.exchanges_counts:
             preferred = torch.device(channel.config.device or (x.device if isinstance(x, Tensor) else "cpu"))
             channel.backend.refuse(device_of(channel.communicator.group, preferred))

@@ -21,13 +21,10 @@ from torch import Size, Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch._recipes import RECIPES, Quantised
+from moe_dispatch._slots import Assigned, Slots
 from moe_dispatch.backends.base import Arrived, Route
-from moe_dispatch.balance.exact import ExactPlacement
-from moe_dispatch.balance.placement import ExpertPlacement
-from moe_dispatch.balance.slot_table import SlotTable, slots_of
 from moe_dispatch.communication import HostCopy, raise_alike
 from moe_dispatch.dispatchers.agreement import UNTOLD, described, facts_of, mark_of, settle, tell_peers
-from moe_dispatch.dispatchers.balancing import plan_balance
 from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import problem_of_ids
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
@@ -105,8 +102,7 @@ class Departed:
         unread: Copy of ``outcome`` that the host reads when the rows have arrived; None if the call raises earlier, or
             reports invalid ids in ``check``.
         valid_T: bool, whether each row is a token, if ids of other rows became -1; else None.
-        placement: Placement of this dispatch.
-        experts_L: int64 (L,), the expert in each slot of this rank, or E for an empty slot; None without a placement.
+        assigned: The expert slots of this dispatch; None if every rank holds its own experts only.
         layer: Number of the layer for the meter, ``Lease.layer``; -1 in compiled code.
         recomputed: Whether activation checkpointing repeats a dispatch of the forward.
     """
@@ -119,8 +115,7 @@ class Departed:
     outcome: Tensor
     unread: HostCopy | None
     valid_T: Tensor | None
-    placement: ExpertPlacement | ExactPlacement | None
-    experts_L: Tensor | None
+    assigned: Assigned | None
     layer: int
     recomputed: bool
 
@@ -134,8 +129,7 @@ def start(
     *,
     real_rows: Tensor | None,
     valid_T: Tensor | None,
-    placement: ExpertPlacement | ExactPlacement | None,
-    table: SlotTable | None,
+    slots: Slots | None,
     recorded: bool,
     wants_weights: bool = True,
     lease: Lease | None = None,
@@ -156,9 +150,7 @@ def start(
         plan: A plan, or the draft of one.
         real_rows: int64, the indices of the rows to send; None sends all rows.
         valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
-        placement: The placement in force; None in compiled code, or if every rank holds its own experts only. If the
-            config has ``balance``, a placement planned here takes its place.
-        table: Table of the placement.
+        slots: The expert slots in force; None if every rank holds its own experts only.
         recorded: Whether the call records gradients.
         wants_weights: Whether the weights of the model require grad; in compiled code, True.
         lease: Lease of the dispatcher; None if an operator makes the dispatch.
@@ -170,8 +162,7 @@ def start(
         PeerError: The ranks exchange counts or sizes, and another rank refused its call.
     """
     config, needs, facts = channel.config, channel.needs, facts_of(x_TD.dtype, recorded)
-    experts_L = None if table is None else table.experts_L
-    mark, number = None, None if lease is None else lease.number
+    assigned, mark, number = None, None, None if lease is None else lease.number
     if needs.exchanges_counts:
         mark = mark_of(x_TD.dtype, recorded, number, wants_weights)
     asks, num_experts = not config.graph_safe, config.num_experts
@@ -181,8 +172,9 @@ def start(
             ids_TK = ids_TK.index_select(0, real_rows)
         given_TK, permutation = ids_TK, channel.context.permutations[type(ids_TK), ids_TK.device.type]
         ids_TK, outcome = permutation.valid_ids(ids_TK, num_experts, mark if asks else None, valid_T=valid_T, asks=asks)
-        if table is not None and config.balance is None:
-            ids_TK = slots_of(ids_TK, table.copies_EC.to(ids_TK.device))
+        if slots is not None and not slots.collective:
+            assigned = slots.assign(channel, ids_TK)
+            ids_TK = assigned.ids_TK
     except Exception as error:
         tell_peers(channel, error, in_dispatch=True, x=x_TD, has_sizes=plan.settled)
         raise
@@ -198,8 +190,9 @@ def start(
     sizes = plan.sizes
     if sizes.capacity is not None:
         channel.meter.prepare(x_TD.device, layer)
-    if config.balance is not None and placement is not None:
-        placement, experts_L, ids_TK = plan_balance(channel, ids_TK)
+    if slots is not None and slots.collective:
+        assigned = slots.assign(channel, ids_TK)
+        ids_TK = assigned.ids_TK
     marks = [] if mark is None else [outcome if asks else torch.where(outcome > 0, -1, mark)]
     unread = None if summed or mark is not None or sizes.capacity is not None else HostCopy(outcome)
     padded = sizes.padded_rows
@@ -230,8 +223,7 @@ def start(
         outcome=outcome,
         unread=unread,
         valid_T=valid_T,
-        placement=placement,
-        experts_L=experts_L,
+        assigned=assigned,
         layer=layer,
         recomputed=torch._C._current_graph_task_id() != -1,  # as ``is_recomputation`` says, without a call
     )

@@ -25,15 +25,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_dispatch._recorder import Recorder
+from moe_dispatch._slots import Slots
 from moe_dispatch.backends.base import BackendContext, BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.registry import known_backends, load_backend
-from moe_dispatch.balance.exact import ExactPlanner
-from moe_dispatch.balance.placement import ExpertPlacement
-from moe_dispatch.balance.slot_table import SlotTable
-from moe_dispatch.communication import Communicator, control_device, device_types, raise_alike
+from moe_dispatch.communication import Communicator, control_device, device_types, own_device, raise_alike
 from moe_dispatch.config import ENVIRONMENT_PREFIX, LONGEST_WATCHDOG, SHORTEST_WATCHDOG, DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
-from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, exact_planner, shape_of
+from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, shape_of
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, StateError, shown
 from moe_dispatch.permutation import choose_permutation
 from moe_dispatch.types import Capacity, Sizes
@@ -59,9 +57,8 @@ _NO_RANGE = nullcontext()
 class Channel:
     """One backend, open on one group, for one config.
 
-    These attributes change later: ``checked`` and ``has_warned``, the refcount ``users``, the capacity (in ``grow``),
-    the recorder, the planners of exact balance, which are made on use, and ``numbers``, which counts the dispatchers
-    that the ranks have built on the channel.
+    These attributes change later: ``checked``, the refcount ``users``, the capacity (in ``grow``), the recorder, and
+    ``numbers``, which counts the dispatchers that the ranks have built on the channel.
 
     Attributes:
         context: The objects that the backend is opened with.
@@ -70,7 +67,7 @@ class Channel:
         capacity: Number of rows that the buffers of a dispatch hold; None if sizes follow the routing.
         watches: The watchdogs of the groups, if there are any. They report the name of the dispatcher that calls.
         checked: The kinds of tensors that ``check_call`` has found to fit.
-        has_warned: Whether a warning has said that ``balance="exact"`` left out copies.
+        slots: The expert slots that a new dispatcher has; None if every rank holds its own experts only.
         agrees_on_rows: Whether the ranks settle sizes with a collective.
         num_summed: Number of counts that ranks sum when they agree on sizes, 0 for none. The first counts invalid ids;
             the others, for a backend that uses them, count the slots that name each expert.
@@ -97,9 +94,7 @@ class Channel:
         first = communicator.rank * shape.num_local_experts
         self.meter = Meter(shape.num_local_experts, config.num_experts, first)
         self.checked: set[object] = set()
-        self.has_warned = False
         self.recorder: Recorder | None = None
-        self._planners: dict[torch.device, ExactPlanner] = {}
         self.users = 0
         self.numbers = itertools.count()
         self.capacity: Capacity | None = options.capacity(shape) if config.graph_safe else None
@@ -109,14 +104,10 @@ class Channel:
         # The counts are on the device of the rows, so sizes must be agreed on there too.
         device = None if control.group is None else control_device(control.group).type
         same_device = device_types(communicator.group) == {device}
-        # With ``balance``, the slots of experts are planned after the sizes.
-        sums = self.agrees_on_rows and same_device and not config.graph_safe and config.balance is None
+        self.slots = None if config.slot_options is None else config.slot_options.open(self)
+        knows_slots = self.slots is None or not self.slots.collective  # when ranks agree on sizes
+        sums = self.agrees_on_rows and same_device and not config.graph_safe and knows_slots
         self.num_summed = 1 + shape.num_experts * needs.counts_with_sizes if sums else 0
-        if config.balance is not None and shape.ep_size % self.ranks_per_node:
-            raise ConfigError(
-                f"balance needs nodes with equal numbers of ranks: ep_size ({shape.ep_size}) must be a multiple of "
-                f"ranks_per_node, got {self.ranks_per_node}. Give another ranks_per_node, or leave balance out."
-            )
         self.context = BackendContext(
             shape=shape,
             communicator=communicator,
@@ -145,23 +136,13 @@ class Channel:
         configured: int | None = getattr(self.options, "ranks_per_node", None)
         return min(configured or self.shape.ranks_per_node or self.shape.ep_size, self.shape.ep_size)
 
-    def table_of(self, placement: ExpertPlacement, device: torch.device) -> SlotTable:
-        """Return the table of a placement on this rank. In graph-safe mode all tables have the same shape."""
-        most = min(self.shape.ep_size, 1 + self.shape.ep_size * self.config.spare_slots(self.shape.ep_size))
-        return SlotTable.make(
-            placement,
-            self.communicator.rank,
-            ranks_per_node=self.ranks_per_node,
-            device=device,
-            most_copies=most if self.config.graph_safe else None,
-        )
-
-    def planner(self, device: torch.device) -> ExactPlanner:
-        """Return the planner of ``balance="exact"`` for rows on a device."""
-        if device not in self._planners:
-            shape = dataclasses.replace(self.shape, ranks_per_node=self.ranks_per_node)
-            self._planners[device] = exact_planner(self.config, shape, self.communicator.rank, device)
-        return self._planners[device]
+    def device_of_rows(self, device: torch.device | str | None = None) -> torch.device:
+        """Return the device of rows: the given one, the config's, CUDA if the group exchanges its tensors, else CPU."""
+        chosen = device or self.config.device
+        if chosen is None:
+            chosen = "cuda" if "cuda" in device_types(self.communicator.group) and torch.cuda.is_available() else "cpu"
+        own = own_device(self.communicator.group, chosen)
+        return torch.empty(0, device=own).device  # with its number, as tensors have it
 
     def sizes(self, largest: int) -> Sizes:
         """Return the sizes that follow from the largest row count of any rank."""
@@ -182,9 +163,7 @@ class Lease:
         number: Number of the dispatcher on its channel, in the order of building, so it is equal on all ranks. A copy
             has the number of its original.
         layer: Number of the lease's own counters in the meter.
-        placement: Placement in force. None if every rank holds its own experts and has no spare expert slots. Only
-            ``place`` changes it.
-        table: Table of the placement; None without one.
+        slots: The expert slots in force; None if every rank holds its own experts only. Only ``use`` changes them.
     """
 
     def __init__(self, channel: Channel, name: str) -> None:
@@ -193,11 +172,12 @@ class Lease:
             self.layer = channel.meter.add(name)
         self.name = name
         self.number = 0
-        self.placement: ExpertPlacement | None = None
-        self.table: SlotTable | None = None
+        self.slots: Slots | None = None
         self.opened = self.shared = channel
         self._collected = weakref.finalize(self, _release, channel, by_hand=False)
         self._collected.atexit = False  # at exit the process group is gone, and the process frees everything
+        if channel.slots is not None:
+            self.use(channel.slots.copied())
 
     def rename(self, name: str) -> None:
         """Give the dispatcher another name."""
@@ -231,19 +211,12 @@ class Lease:
             self.tell_watchdog()
         return self.shared
 
-    def place(self, placement: ExpertPlacement, device: torch.device) -> None:
-        """Use a placement in later dispatches. It must be equal on all ranks, and fit the channel.
-
-        In graph-safe mode the values of the old table change in place, so captured graphs follow.
-        """
-        channel = self.shared
-        channel.meter.placed = True
-        channel.meter.prepare(device, self.layer)  # so that the first call may be captured
-        graph_safe = channel.config.graph_safe
-        table = channel.table_of(placement, device)
-        self.placement = placement
-        if self.table is None or not graph_safe or not self.table.update(table):
-            self.table = table
+    def use(self, slots: Slots) -> None:
+        """Send the rows of later dispatches to these slots. They must be equal on all ranks, and fit the channel."""
+        meter = self.shared.meter
+        meter.placed = True
+        meter.prepare(slots.device, self.layer)  # so that the first call may be captured
+        self.slots = slots
 
     @property
     def description(self) -> str:
@@ -263,8 +236,8 @@ class Lease:
         self.enter()  # raises if closed
         lease = Lease(self.opened, self.name)
         lease.number = self.number
-        if self.placement is not None and self.table is not None:
-            lease.place(self.placement, self.table.copies_EC.device)
+        if self.slots is not None:
+            lease.use(self.slots.copied())
         return lease
 
 

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_dispatch.balance.placement import ExpertPlacement
+from moe_dispatch._slots import Placement, load_slot_options
 from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import autograd, checks, operators, overflow
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
-from moe_dispatch.dispatchers.balancing import device_of_tables, place
 from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel, profiler_range
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
@@ -77,11 +76,7 @@ class Dispatcher(nn.Module):
         with _real_tensors():
             self._lease = lease_channel(config, group, control_group, name)
             if torch.cuda.is_available():
-                autograd.make_anchor(device_of_tables(self._channel, None))
-            ranks = self._channel.shape.ep_size
-            if spare := config.spare_slots(ranks):
-                own = ExpertPlacement.contiguous(config.num_experts, ranks, spare=spare)
-                self._lease.place(own, device_of_tables(self._channel, None))
+                autograd.make_anchor(self._channel.device_of_rows())
 
     @property
     def _channel(self) -> Channel:
@@ -259,8 +254,7 @@ class Dispatcher(nn.Module):
                         known,
                         real_rows=real_rows,
                         valid_T=valid_T,
-                        placement=lease.placement,
-                        table=lease.table,
+                        slots=lease.slots,
                         recorded=recorded,
                         wants_weights=routing.topk_weights.requires_grad,
                         lease=lease,
@@ -272,11 +266,10 @@ class Dispatcher(nn.Module):
                     if channel.recorder is not None:
                         channel.recorder.note(lease, self.name, x, routing, layout)
                 arrive = partial(receive, lease, departed, layout, x.shape, x_TD, weights_TK)
-                return (
-                    InFlight(placement=departed.placement, finish=_once(lease, arrive, x.device))
-                    if async_op
-                    else arrive()
-                )
+                if not async_op:
+                    return arrive()
+                placement = None if departed.assigned is None else departed.assigned.placement
+                return InFlight(placement=placement, finish=_once(lease, arrive, x.device))
         except Exception as error:
             self._name_in(error)
             raise
@@ -389,7 +382,7 @@ class Dispatcher(nn.Module):
             self._name_in(error)
             raise
 
-    def place(self, placement: ExpertPlacement, *, device: torch.device | str | None = None) -> None:
+    def place(self, placement: Placement, *, device: torch.device | str | None = None) -> None:
         """Send the rows of later dispatches to the expert slots of a placement. Collective.
 
         ``sent`` then has the counts of this rank's expert slots: ``tokens_per_expert``, ``offs`` and the order of rows
@@ -400,7 +393,7 @@ class Dispatcher(nn.Module):
         follow the new placement. Other dispatchers keep theirs, also those with the same config.
 
         Args:
-            placement: The expert in each slot of each rank; equal on all ranks. A rank has
+            placement: An ``ExpertPlacement``, the expert in each slot of each rank; equal on all ranks. A rank has
                 ``num_experts / ep_size + spare_experts_per_rank`` slots.
             device: Device of the rows. It is needed only if neither the config nor the group tells it, and calls must
                 not wait for a copy to the device.
@@ -413,15 +406,16 @@ class Dispatcher(nn.Module):
         Cost: one small all-reduce on the control group. If something is wrong, also an exchange of texts.
         """
         try:
-            place(self._lease, placement, device_of_tables(self._channel, device))
+            load_slot_options().place(self._lease, placement, self._channel.device_of_rows(device))
         except Exception as error:
             self._name_in(error)
             raise
 
     @property
-    def placement(self) -> ExpertPlacement | None:
-        """The placement in force. None if every rank holds its own experts, and has no spare expert slots."""
-        return self._lease.placement
+    def placement(self) -> Placement | None:
+        """The ``ExpertPlacement`` in force. None if every rank holds its own experts, and has no spare expert slots."""
+        slots = self._lease.slots
+        return None if slots is None else slots.placement
 
     def metrics(self, *, gather: bool = False) -> Metrics:
         """Return totals of this dispatcher's channel. A host sync on a GPU.
@@ -605,7 +599,7 @@ def receive(
         host_counts=arrived.tokens_per_expert_list,
         weights=weights,
         pad_multiple=departed.channel.shape.pad_multiple,
-        placement=departed.placement,
+        placement=None if departed.assigned is None else departed.assigned.placement,
         state=state,
     )
 

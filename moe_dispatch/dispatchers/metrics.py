@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived
-from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.errors import StateError
 
 if TYPE_CHECKING:
@@ -193,14 +192,12 @@ class Meter:
             padding, masked, needs, copies = self._counters[device]
             if not departed.recomputed:
                 by_expert, own = self._layers[departed.layer, device]
-                if departed.experts_L is None:
+                if departed.assigned is None:
                     own.add_(arrived.real_tokens_per_expert)
                 else:
-                    experts_L = departed.experts_L.to(device)
-                    by_expert.index_add_(0, experts_L, arrived.real_tokens_per_expert)
-                    if isinstance(departed.placement, ExactPlacement):
-                        of_spare_slots = experts_L[-departed.placement.copies_PS.shape[1] :]
-                        copies.add_((of_spare_slots < self._num_experts).sum())
+                    by_expert.index_add_(0, departed.assigned.experts_L.to(device), arrived.real_tokens_per_expert)
+                    if departed.assigned.copies_S is not None:
+                        copies.add_((departed.assigned.copies_S < self._num_experts).sum())
                 if arrived.tokens_per_expert is not arrived.real_tokens_per_expert:
                     padding.add_(arrived.tokens_per_expert).sub_(arrived.real_tokens_per_expert)
                 if departed.valid_T is not None:

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from moe_dispatch._custom_operators import operator
 from moe_dispatch._recipes import RECIPES, Quantised
+from moe_dispatch._slots import load_slot_options
 from moe_dispatch.backends.base import Route, Tables
-from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import to_device
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import tell_peers
@@ -69,7 +69,7 @@ def dispatch(
         weights: (T, K), in the accumulation dtype.
         real_rows: int64, the indices of the rows to send; None sends all rows.
         valid: bool (T,), whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
-        table: The two tensors of the ``SlotTable``; empty if there is none.
+        table: The tensors of the expert slots; empty if every rank holds its own experts only.
         channel: Name of the channel.
         recorded: Whether the call records gradients.
         numbers: The five numbers of ``_flat_sizes``, and the number of the layer for the meter, or -1 if the call is
@@ -113,8 +113,7 @@ def dispatch(
             dataclasses.replace(plan, sizes=given, settled=True) if has_sizes else plan,
             real_rows=real_rows,
             valid_T=valid,
-            placement=None,
-            table=SlotTable(copies_EC=table[0], experts_L=table[1]) if table else None,
+            slots=load_slot_options().restored(table) if table else None,
             recorded=recorded,
             layer=layer,
         )
@@ -421,7 +420,7 @@ def trace_dispatch(
         weights_TK,
         real_rows,
         valid_T,
-        [] if lease.table is None else [lease.table.copies_EC, lease.table.experts_L],
+        [] if lease.slots is None else lease.slots.tensors(),
         channel.name,
         torch.is_grad_enabled(),
         # Layers with the same code share a compiled graph, so a compiled call must not depend on its layer.
@@ -442,7 +441,7 @@ def trace_dispatch(
         host_counts=None,
         weights=weights_R,
         pad_multiple=pad_multiple,
-        placement=lease.placement,
+        placement=None if lease.slots is None else lease.slots.placement,
         state=State(
             lease=lease,
             layout=layout,
@@ -461,11 +460,6 @@ def _check_traced(channel: Channel, x: Tensor, routing: Routing | None) -> Routi
     if not isinstance(routing, Routing):
         raise checks.no_routing(routing)
     check_plain("Dispatcher.dispatch", x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
-    if channel.config.balance is not None:
-        refuse_compiled(
-            "Dispatcher.dispatch: operators carry no plan of balance, so keep both verbs out of torch.compile and "
-            "selective checkpointing. Or use dispatcher.place(placement)."
-        )
     if channel.config.chunk_tokens is not None:
         refuse_compiled(
             "Dispatcher.dispatch: chunk_tokens does not work in torch.compile and selective checkpointing. Keep both "

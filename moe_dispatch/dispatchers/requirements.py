@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from moe_dispatch._probing import Rejected, import_whole
+from moe_dispatch._probing import Rejected
 from moe_dispatch._recipes import RECIPES
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape, listed_sizes
 from moe_dispatch.backends.registry import known_backends, probe_backend
-from moe_dispatch.balance.exact import ExactPlanner, exact_rows
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError
-from moe_dispatch.permutation import choose_permutation
 from moe_dispatch.types import Capacity
 
 _OTHER_HIDDEN = "Use another hidden size or another backend. [MD05]"
@@ -57,46 +55,8 @@ def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None 
         graph_safe=config.graph_safe,
         capacity_factor=config.capacity_factor,
         ranks_per_node=ranks_per_node,
-        planned_rows=_planned_rows(config, ep_size),
+        planned_rows=None if config.slot_options is None else config.slot_options.planned_rows(ep_size),
     )
-
-
-def _planned_rows(config: DispatcherConfig, ep_size: int) -> int | None:
-    """Return the most rows of one rank's experts if ``balance`` bounds them for every routing; else None."""
-    if not (config.graph_safe and config.balance_is_proved(ep_size)) or config.max_rows_per_dispatch is None:
-        return None
-    return exact_rows(
-        config.num_experts,
-        ep_size,
-        tokens=config.max_rows_per_dispatch,
-        top_k=config.top_k,
-        bound=config.balance_bound,
-        pad_multiple=config.pad_multiple_rows,
-    )
-
-
-def exact_planner(config: DispatcherConfig, shape: MoEShape, rank: int, device: torch.device) -> ExactPlanner:
-    """Return the planner of ``balance="exact"`` for rows on a device. In eager mode it plans on the CPU."""
-    by_kernels = config.graph_safe and choose_permutation(config.permutation, device.type).name == "triton"
-    return ExactPlanner(
-        config.num_experts,
-        shape.ep_size,
-        rank,
-        spare=config.spare_slots(shape.ep_size),
-        bound=config.balance_bound,
-        pad_multiple=config.pad_multiple_rows,
-        ranks_per_node=shape.ranks_per_node,
-        min_rows=fewest_rows(config, device.type),
-        device=device if config.graph_safe else "cpu",
-        kernels=import_whole("moe_dispatch.balance.triton_plan", "triton") if by_kernels else None,
-    )
-
-
-def fewest_rows(config: DispatcherConfig, device_type: str) -> int:
-    """Return ``balance_min_rows``, with None replaced by the default for rows on a device of this type."""
-    if config.graph_safe:
-        return 0
-    return (1024 if device_type == "cuda" else 512) if config.balance_min_rows is None else config.balance_min_rows
 
 
 def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Constraints) -> None:

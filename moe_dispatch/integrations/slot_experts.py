@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import Dispatcher, SlotWeights
+from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Plan, Routing
@@ -85,7 +85,11 @@ def run_layer(
         routing: As in ``Dispatcher.dispatch``.
         plan: As in ``Dispatcher.dispatch``.
     """
-    slots = SlotWeights(dispatcher) if has_spare_slots(dispatcher.config) else None
+    slots = None
+    if has_spare_slots(dispatcher.config):
+        from moe_dispatch.balance.slot_weights import SlotWeights  # noqa: PLC0415 - other layers never need it
+
+        slots = SlotWeights(dispatcher)
     if dispatcher.config.chunk_tokens is not None:
         from moe_dispatch.steps.chunks import run_in_chunks  # noqa: PLC0415 - other layers never need it
 

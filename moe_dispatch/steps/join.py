@@ -33,7 +33,6 @@ from moe_dispatch.communication import (
 )
 from moe_dispatch.dispatchers import channel as channels
 from moe_dispatch.dispatchers.autograd import Departed
-from moe_dispatch.dispatchers.balancing import device_of_tables
 from moe_dispatch.dispatchers.channel import Channel, standing_in
 from moe_dispatch.dispatchers.checks import ROW_DTYPES, check_combine
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, receive
@@ -212,7 +211,7 @@ class _Session:
                 "sizes must be exchanged, got graph_safe=True. Give each rank as many steps.",
             ),
             (
-                any(config.balance is not None for config in configs) or any(each.table for each in self._leases),
+                any(lease.slots is not None for lease in self._leases),
                 "experts must stay at home, got balance= or spare_experts_per_rank. Leave them out.",
             ),
             (
@@ -374,7 +373,7 @@ class _Session:
                 self._channels[numbers[0]].backend.reserve(_sizes(numbers[1:3]))
             elif what == _REFUSE:
                 channel = self._channels[numbers[0]]
-                channel.backend.refuse(device_of_tables(channel, None))
+                channel.backend.refuse(channel.device_of_rows())
             else:
                 self._start(*numbers[:7], mark=mark)
         self.in_exchange = False
@@ -404,7 +403,7 @@ class _Session:
         """Start a dispatch without rows, or with padding where ranks bring equal numbers."""
         lease, channel = self._leases[number], self._channels[number]
         lease.tell_watchdog()
-        sizes, device, serial = _sizes((padded, largest)), device_of_tables(channel, None), self.count
+        sizes, device, serial = _sizes((padded, largest)), channel.device_of_rows(), self.count
         self.count += 1
         rows = channel.needs.brought(0, sizes)
         ids = torch.full((rows, channel.config.top_k), -1, device=device)
@@ -426,8 +425,7 @@ class _Session:
             outcome=ids.new_zeros(()),
             unread=None,
             valid_T=None,
-            placement=None,
-            experts_L=None,
+            assigned=None,
             layer=lease.layer,
             recomputed=bool(recomputed),
         )

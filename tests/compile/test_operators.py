@@ -57,11 +57,11 @@ def _calls(channel: str, real_rows: Tensor | None, table: Sequence[Tensor] = ())
 def test_torch_finds_nothing_wrong(name: str, cut: bool) -> None:
     placed = cut and name == "alltoall"
     dispatcher = dispatcher_for(**{"backend": name, **BACKENDS[name]}, spare_experts_per_rank=int(placed))
-    table = dispatcher._lease.table
+    slots = dispatcher._lease.slots
     calls = _calls(
         dispatcher.plan(like=torch.empty(10, 16)).owner,
         torch.tensor([0, 2, 3, 7]) if cut else None,
-        () if table is None else (table.copies_EC, table.experts_L),
+        () if slots is None else slots.tensors(),
     )
     assert len(calls["dispatch"][5]) == 2 * placed
     assert set(calls) == set(BODIES)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.integrations.megatron.dispatcher import MegatronDispatcher
 from moe_dispatch.types import Dispatched
@@ -62,6 +61,8 @@ class SlotExperts:
         Cost: that of ``SlotWeights.run`` after the rows have arrived. Meanwhile, and in the backward, there is a copy
         of the parameters.
         """
+        from moe_dispatch.dispatchers import SlotWeights  # noqa: PLC0415 - only layers with balance need the plug-in
+
         named, config = self._gathered_parameters(), self._experts.config
         parameters = [[named[name] for name in names] for names in self._names.values()]
         apart = config.gradient_accumulation_fusion or getattr(config, "delay_wgrad_compute", False)

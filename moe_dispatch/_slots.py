@@ -1,0 +1,155 @@
+"""The seam for expert slots, in which ranks hold experts of other ranks. A plain call needs nothing of it.
+
+A plug-in has the shape of a backend: ``SlotOptions`` answers before anything is open, ``Slots`` works in the calls, and
+each call gives an ``Assigned``. The plug-in of this package is ``moe_dispatch.balance``. It is imported when a config
+asks for it, or when ``Dispatcher.place`` is called. Everything else works without it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Literal, final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_dispatch.config import DispatcherConfig
+    from moe_dispatch.dispatchers.channel import Channel, Lease
+
+# For editors, which offer these names; names of other planners are as good.
+PlannerName = Literal["exact", "least_loaded", "eplb"]
+
+
+class Placement:
+    """The expert in each expert slot of each rank. The plug-in knows its form.
+
+    Attributes:
+        num_experts: E.
+    """
+
+    __slots__ = ()
+
+    num_experts: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Assigned:
+    """The slots that the rows of one dispatch go to.
+
+    Attributes:
+        ids_TK: int64 (T, K), the numbers of expert slots that take the place of the ids.
+        placement: The placement of this dispatch; None in compiled code.
+        experts_L: int64 (L,), the expert in each slot of this rank, or E for an empty slot.
+        copies_S: int64 (S,), the expert in each slot that was filled for this dispatch only, or E; None if there are no
+            such slots.
+    """
+
+    ids_TK: Tensor
+    placement: Placement | None
+    experts_L: Tensor
+    copies_S: Tensor | None = None
+
+
+class Slots(ABC):
+    """The expert slots of a dispatcher.
+
+    Attributes:
+        placement: The placement in force between dispatches.
+        device: Device of the tables.
+        collective: Whether ``assign`` is collective. Then it runs when the ranks have agreed on the sizes of a call.
+        hears_refusals: Whether ``refuse`` can tell peers that wait in ``assign``.
+    """
+
+    placement: Placement | None
+    device: torch.device
+    collective: bool = False
+    hears_refusals: bool = False
+
+    @abstractmethod
+    def assign(self, channel: Channel, ids_TK: Tensor) -> Assigned:
+        """Choose a slot for each valid id of the rows that are sent. Call with gradients off."""
+
+    @abstractmethod
+    def copied(self) -> Slots:
+        """Return the slots of one more dispatcher of the channel, with the same placement."""
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """Return the tables as arguments of an operator, for ``SlotOptions.restored``; or refuse compiled calls."""
+
+    def refuse(self, channel: Channel, error: Exception) -> None:
+        """Tell peers that wait in ``assign`` that this rank refuses the call, and raise ``error``."""
+        raise NotImplementedError
+
+
+class SlotOptions(ABC):
+    """What a config says about expert slots, before a channel is open.
+
+    Args:
+        config: The config.
+    """
+
+    def __init__(self, config: DispatcherConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise ConfigError if fields of the config contradict each other."""
+
+    @abstractmethod
+    def spare_slots(self, ep_size: int) -> int:
+        """Return the number of slots that each rank has beside those of its own experts."""
+
+    @abstractmethod
+    def is_proved(self, ep_size: int) -> bool:
+        """Return whether the load of ranks has a bound that holds for every routing."""
+
+    @abstractmethod
+    def promise(self, ep_size: int) -> str:
+        """Say in a sentence what bound the load of ranks has; empty if nothing is promised."""
+
+    @abstractmethod
+    def planned_rows(self, ep_size: int) -> int | None:
+        """Return the most rows of one rank's experts in graph-safe mode, if plans bound them for every routing."""
+
+    @abstractmethod
+    def open(self, channel: Channel) -> Slots | None:
+        """Return the first slots of every dispatcher of a channel, by ``copied``; None if there are no spare slots.
+
+        Raises:
+            ConfigError: The config does not fit the group.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def place(lease: Lease, placement: Placement, device: torch.device) -> None:
+        """Do what ``Dispatcher.place`` says."""
+
+    @staticmethod
+    @abstractmethod
+    def restored(tensors: Sequence[Tensor]) -> Slots:
+        """Return the slots whose ``tensors()`` are given."""
+
+
+@cache
+def load_slot_options() -> type[SlotOptions]:
+    """Return the options class of the plug-in.
+
+    Raises:
+        ConfigError: The plug-in is not installed.
+    """
+    try:
+        from moe_dispatch.balance.options import BalanceOptions  # noqa: PLC0415 - a plain call never needs it
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "moe_dispatch.balance is not installed. balance, balance_bound, balance_min_rows, spare_experts_per_rank "
+            "and Dispatcher.place need it. Leave them out, or install the whole package."
+        ) from error
+    return BalanceOptions
