@@ -1,4 +1,4 @@
-"""Optional packages: whether they can be used on this machine, how to install them, how to import them whole."""
+"""Optional packages and folders of this one: whether they are there, how to install them, how to import them whole."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import final
+
+from moe_dispatch.errors import ConfigError
 
 _importing = threading.RLock()
 
@@ -68,6 +71,23 @@ def loaded_nccl() -> tuple[int, int, int] | None:
             if ctypes.CDLL(name, mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(number)) == 0:
                 return number.value // 10000, number.value // 100 % 100, number.value % 100
     return None
+
+
+def has_code(package: str) -> bool:
+    """Return whether a folder of this package is there with its code. A deleted one may have left its bytecode."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def require_plug_in(package: str, what: str) -> None:
+    """Raise ConfigError if a folder of this package is not there.
+
+    Args:
+        package: Name of the folder as a package.
+        what: Sentences that say what needs it and that it may be left out.
+    """
+    if not has_code(package):
+        raise ConfigError(f"{package} is not installed. {what}, or install the whole package.")
 
 
 def import_whole(name: str, package: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""The seam for expert slots, in which ranks hold experts of other ranks. A plain call needs nothing of it.
+"""The seam for expert slots, in which ranks hold experts of other ranks. A plain call runs nothing of it.
 
 A plug-in has the shape of a backend: ``SlotOptions`` answers before anything is open, ``Slots`` works in the calls, and
 each call gives an ``Assigned``. The plug-in of this package is ``moe_dispatch.balance``. It is imported when a config
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, final
 import torch
 from torch import Tensor
 
-from moe_dispatch.errors import ConfigError
+from moe_dispatch._probing import require_plug_in
 
 if TYPE_CHECKING:
     from moe_dispatch.config import DispatcherConfig
@@ -47,8 +47,8 @@ class Assigned:
         ids_TK: int64 (T, K), the numbers of expert slots that take the place of the ids.
         placement: The placement of this dispatch; None in compiled code.
         experts_L: int64 (L,), the expert in each slot of this rank, or E for an empty slot.
-        copies_S: int64 (S,), the expert in each slot that was filled for this dispatch only, or E; None if there are no
-            such slots.
+        copies_S: int64 (S,), the expert in each slot that was filled for this dispatch only, or E; None if such
+            copies are not counted.
     """
 
     ids_TK: Tensor
@@ -123,6 +123,8 @@ class SlotOptions(ABC):
     def open(self, channel: Channel) -> Slots | None:
         """Return the first slots of every dispatcher of a channel, by ``copied``; None if there are no spare slots.
 
+        The channel is not whole yet: it has its config, shape and communicator, but no backend.
+
         Raises:
             ConfigError: The config does not fit the group.
         """
@@ -145,11 +147,10 @@ def load_slot_options() -> type[SlotOptions]:
     Raises:
         ConfigError: The plug-in is not installed.
     """
-    try:
-        from moe_dispatch.balance.options import BalanceOptions  # noqa: PLC0415 - a plain call never needs it
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "moe_dispatch.balance is not installed. balance, balance_bound, balance_min_rows, spare_experts_per_rank "
-            "and Dispatcher.place need it. Leave them out, or install the whole package."
-        ) from error
+    require_plug_in(
+        "moe_dispatch.balance",
+        "balance, balance_bound, balance_min_rows, spare_experts_per_rank and Dispatcher.place need it. Leave them out",
+    )
+    from moe_dispatch.balance.options import BalanceOptions  # noqa: PLC0415 - a plain call never needs it
+
     return BalanceOptions

@@ -9,13 +9,12 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from moe_dispatch._probing import how_to_install
+from moe_dispatch._probing import how_to_install, require_plug_in
 from moe_dispatch._recipes import RECIPES, RecipeName
 from moe_dispatch._slots import PlannerName, SlotOptions, load_slot_options
 from moe_dispatch._support import newer_format
@@ -226,8 +225,6 @@ class DispatcherConfig(BaseModel):
         finite = ", ".join(f"{name}={bound!r}" for name, bound in bounds.items() if bound != "worst")
         given = ", ".join(filter(None, [finite, self.on_overflow and f"on_overflow={self.on_overflow!r}"]))
         static = self.row_counts_policy == "static"
-        if self.slot_options is not None:
-            self.slot_options.check()
         recipe, quantised = RECIPES.get(self.wire_dtype), self.deliver == "quantised"
         for broken, rule in (
             (self.top_k > self.num_experts, f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts})."),
@@ -256,16 +253,15 @@ class DispatcherConfig(BaseModel):
             ),
             (self.graph_safe and not static, f'graph_safe needs row_counts "static", got {self.row_counts!r}.'),
             (self.chunk_recompute and self.chunk_tokens is None, "chunk_recompute needs chunk_tokens."),
-            (
-                self.chunk_tokens is not None and find_spec("moe_dispatch.steps") is None,
-                "moe_dispatch.steps is not installed. chunk_tokens needs it. Leave that out, or install the whole "
-                "package.",
-            ),
             (given and not self.graph_safe, f"{given} needs graph_safe=True. Otherwise buffers follow the routing."),
             (finite and self.on_overflow is None, f'Set on_overflow to "raise" or "drop" with {finite}.'),
         ):
             if broken:
                 raise ConfigError(rule)
+        if self.chunk_tokens is not None:
+            require_plug_in("moe_dispatch.steps", "chunk_tokens needs it. Leave that out")
+        if self.slot_options is not None:
+            self.slot_options.check()
         return self
 
     @cached_property

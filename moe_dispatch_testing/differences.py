@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_dispatch.backends import Constraints, parse_backend
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import Dispatcher, SlotWeights
+from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import InputError
 from moe_dispatch.types import Dispatched, Routing
 from moe_dispatch_testing.case import BackendSpec, poisoned_memory
@@ -228,6 +228,8 @@ def _layer(
         sent = dispatcher.dispatch(x, routing)
         if config.balance is None:
             return dispatcher.combine(run(sent, *own), sent)
+        from moe_dispatch.dispatchers import SlotWeights  # noqa: PLC0415 - the kit works without it
+
         landed, outputs = SlotWeights(dispatcher).run(sent, run, *own)
         return dispatcher.combine(outputs, landed)
 

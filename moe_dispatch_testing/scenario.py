@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from torch import Tensor
 from moe_dispatch._recipes import RecipeName
 from moe_dispatch.backends import Constraints, MoEShape
 from moe_dispatch.backends.base import WireDtype
-from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.config import RowCounts
 from moe_dispatch.permutation import round_up
 from moe_dispatch_testing.input_layouts import INPUT_LAYOUTS
+
+if TYPE_CHECKING:
+    from moe_dispatch.balance import ExpertPlacement
 
 _EXPERT_WIDTH = 32
 
@@ -315,4 +317,6 @@ def _draw_placement(num_experts: int, ep_size: int, spare: int, seed: int) -> Ex
         wish = int(torch.randint(num_experts * 3 // 2, (), generator=generator))
         if wish < num_experts and wish not in of_rank:
             of_rank[place % local] = wish
+    from moe_dispatch.balance import ExpertPlacement  # noqa: PLC0415 - the kit works without it
+
     return ExpertPlacement(num_experts, tuple(map(tuple, slots)))

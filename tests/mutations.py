@@ -33,7 +33,7 @@ from typing import Any, final
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CORE = ("dispatchers", "backends", "layouts", "permutation", "balance")
+CORE = ("dispatchers", "backends", "layouts", "permutation", "balance", "steps")
 SECONDS = 60  # of tests for one bug; the quickest case of each test function comes first
 PAIRS = (
     "Add Sub",

@@ -38,6 +38,12 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             "alltoall, local.",
         )
         for name in ("deepep", "hybridep")
+    ]
+    + [
+        (
+            CONFIG.format("'alltoal'"),
+            "ConfigError: Unknown backend 'alltoal'. Known backends: allgather, alltoall, local.",
+        )
     ],
     "balance": [
         *(

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
 from typing import Any, Literal
 
-from moe_dispatch._probing import Rejected, Usable
+from moe_dispatch._probing import Rejected, Usable, has_code
 from moe_dispatch.backends.base import PROTOCOL, BackendOptions
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError, did_you_mean, shown
 
@@ -95,7 +94,7 @@ def register_backend(cls: type[BackendOptions]) -> type[BackendOptions]:
 
 def known_backends() -> list[str]:
     """Return the names of all backends, sorted. No backend is imported for this."""
-    return sorted({*_BUILT_IN, *_REGISTERED, *_third_party()})
+    return sorted({*_installed(), *_REGISTERED, *_third_party()})
 
 
 def backends_with(option: str) -> list[str]:
@@ -133,7 +132,7 @@ def load_backend(name: str) -> type[BackendOptions]:
 
 def _installed() -> list[str]:
     """Return the names of the built-in backends whose folders were not deleted."""
-    return [name for name, source in _BUILT_IN.items() if find_spec(source.module.rpartition(".")[0]) is not None]
+    return [name for name, source in _BUILT_IN.items() if has_code(source.module.rpartition(".")[0])]
 
 
 def _third_party() -> dict[str, EntryPoint]:

@@ -59,5 +59,9 @@ else:
         value = globals()[name] = getattr(import_module(_PLUG_INS[name]), name)
         return value
 
+    def __dir__():
+        """Return all names, also those that are not imported yet."""
+        return sorted({*globals(), *_PLUG_INS})
+
 
 __all__ = ["Dispatcher", "Metrics", "RequiredCapacity", "SlotWeights", "build_dispatcher", "join", "run_in_chunks"]

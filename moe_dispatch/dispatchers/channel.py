@@ -176,8 +176,6 @@ class Lease:
         self.opened = self.shared = channel
         self._collected = weakref.finalize(self, _release, channel, by_hand=False)
         self._collected.atexit = False  # at exit the process group is gone, and the process frees everything
-        if channel.slots is not None:
-            self.use(channel.slots.copied())
 
     def rename(self, name: str) -> None:
         """Give the dispatcher another name."""
@@ -344,8 +342,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     (opens,) = raise_alike(control, problem, values=[int(lease is None)], facts=facts, label="build")
     if not opens:
         assert lease is not None
-        lease.number = next(lease.enter().numbers)
-        return lease
+        return _begin(lease)
     nodes = ranks_per_node(control.gather_json(socket.gethostname(), label="build"))
     drawn, problem = _attempt(lambda: _draw(config, communicator, nodes))
     facts = {}
@@ -364,7 +361,15 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     with _lock:
         _channels[key] = _by_name[channel.name] = channel
         lease = Lease(channel, name)
+    return _begin(lease)
+
+
+def _begin(lease: Lease) -> Lease:
+    """Give a new lease its number and its slots. All ranks have agreed by now, so an error leaves nobody waiting."""
+    channel = lease.opened
     lease.number = next(channel.numbers)
+    if channel.slots is not None:
+        lease.use(channel.slots.copied())
     return lease
 
 
