@@ -13,9 +13,9 @@ from torch._dynamo.exc import Unsupported
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe_dispatch import THD, Dispatched, Dispatcher, Masked, Routing, Rows, build_dispatcher
+from moe_dispatch import BSHD, THD, Dispatched, Dispatcher, Masked, Routing, Rows, build_dispatcher
 from moe_dispatch.dispatchers import SlotWeights, agreement, run_in_chunks
-from moe_dispatch.errors import InputError, LostPeerError, PeerError, StateError
+from moe_dispatch.errors import InputError, LayoutError, LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
 from tests.dispatchers.layer import (
     Group,
@@ -344,3 +344,13 @@ def test_a_finite_capacity_is_that_of_a_chunk() -> None:
 
     assert on_ranks(body, 2) == [0, 0]
     assert sum(on_ranks(lambda group: body(group, chunk_tokens=4), 2)) > 0
+
+
+def test_debug_checks_a_layout_again_that_changed_after_the_plan() -> None:
+    lengths = torch.tensor([3, 2])
+    dispatcher = build_dispatcher(small_config("local", chunk_tokens=2, debug=True))
+    x, routing = random_rows(6).view(2, 3, -1), random_routing(6)
+    plan = dispatcher.plan(BSHD(lengths=lengths), like=x)
+    lengths[1] = 4
+    with pytest.raises(LayoutError, match="lengths"):
+        run_in_chunks(dispatcher, lambda sent: sent.rows, x, routing, plan)
