@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 
 from moe_dispatch.backends import MoEShape
 from moe_dispatch.backends.capacity import balanced_pair_rows, balanced_rows, capacity_of, grown, sized, worst_rows
 from moe_dispatch.permutation import round_up
-from moe_dispatch.types import Capacity
 
 
 def shape(experts: int, ranks: int, top_k: int, tokens: int, pad_multiple: int = 1, factor: float = 0) -> MoEShape:
@@ -79,24 +77,6 @@ def test_pair_rows_are_over_the_expected_distinct_rows(factor: float, rows: int)
     """
     capacity = capacity_of(shape(8, 2, 2, 10), pair_factor=factor)
     assert (capacity.pair_rows, capacity.rows) == (rows, 2 * 2 * rows)
-
-
-def test_numbers_of_other_libraries() -> None:
-    """A rank factor of 1.5 as in Megatron, for 256 experts on 64 ranks, top-8, 4096 tokens; 2/64 of the worst case."""
-    mine = shape(256, 64, 8, 4096, pad_multiple=16, factor=1.5)
-    assert worst_rows(mine) == 64 * 4096 * 4
-    assert capacity_of(mine).rows == 1.5 * 4096 * 8
-    assert capacity_of(mine).buffer_rows == 1.5 * 4096 * 8 + 4 * 15 // 16 * 16
-    assert balanced_pair_rows(mine) == pytest.approx(4096 * (1 - math.comb(252, 8) / math.comb(256, 8)))
-    assert capacity_of(mine, pair_factor=1.0).pair_rows == 492
-
-
-@pytest.mark.parametrize(
-    ("rows", "pair_rows", "bound", "holds"),
-    [(4, 2, 2, True), (5, 2, 2, False), (4, 3, 2, False), (4, 99, None, True), (0, 0, 2, True)],
-)
-def test_holds(rows: int, pair_rows: int, bound: int | None, holds: bool) -> None:
-    assert Capacity(rows=4, buffer_rows=4, pair_rows=bound).holds(rows, pair_rows) == holds
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ with_static = pytest.mark.parametrize(
 
 def index_of(table: Table, slack: int | None) -> SlotIndex:
     assume(table.keys or slack is None)
-    return table.index if slack is None else static_index(table, slack=slack)
+    return table.index if slack is None else static_index(table, slack)
 
 
 def poisoned(table: Table, values_R: Tensor) -> Tensor:
