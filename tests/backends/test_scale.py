@@ -59,7 +59,8 @@ def _send(ep_size: int) -> Cost:
     with fake_group(ep_size) as group:
         dispatcher = build_dispatcher(config, group)
         channel, ids_TK = dispatcher._channel, _ids(ep_size)
-        with Cost() as cost:
+        cost = Cost()
+        with cost:
             channel.backend.start(torch.zeros(ROWS, HIDDEN), ids_TK, torch.ones(ROWS, SLOTS), Sizes())
         sent = sum(len(set(row) - {0}) for row in (ids_TK // LOCAL).tolist())
         assert channel.communicator.bytes_sent["dispatch"] == sent * (4 * HIDDEN + 6 * SLOTS)

@@ -13,12 +13,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Dispatcher, Routing, build_dispatcher
-from moe_dispatch.backends.base import Constraints, MoEShape
 from moe_dispatch.backends.deep_ep import hybrid_rules as hybrid
 from moe_dispatch.backends.deep_ep.buffers import ProcessSwitch
-from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.dispatchers import run_in_chunks
-from moe_dispatch.errors import ConfigError, InputError, StateError
+from moe_dispatch.errors import ConfigError, StateError
 from tests.deep_ep_backends.conftest import Setting, Wrap
 from tests.deep_ep_backends.vendors import (
     HYBRID,
@@ -266,27 +264,5 @@ def test_ids_may_change_after_a_dispatch_of_v25() -> None:
         y = dispatcher.combine(sent.rows, sent)
         y.sum().backward()
         torch.testing.assert_close(y, 2 * x)
-
-    on_dispatchers(body, config(V25))
-
-
-def test_a_backend_without_a_backward_is_for_inference(wrap: Wrap) -> None:
-    def constraints(original: Any, options: DeepEPOptions, shape: MoEShape) -> Constraints:
-        found: Constraints = original(options, shape)
-        return dataclasses.replace(found, differentiable=False)
-
-    wrap(DeepEPOptions, "constraints", constraints)
-
-    def body(dispatcher: Dispatcher, rank: int) -> None:
-        x, routing = torch.ones(5, 256), random_routing(5, rank)
-        text = "backend 'deepep' has no backward as configured, and tensors require grad. Call it under torch.no_grad"
-        with pytest.raises(InputError, match=text):
-            dispatcher.dispatch(x.clone().requires_grad_(), routing)
-        sent = dispatcher.dispatch(x, routing)
-        with pytest.raises(InputError, match=text):
-            dispatcher.dispatch(x.clone().requires_grad_(), again=sent)
-        text = "Dispatcher.combine: backend 'deepep' has no backward as configured, and tensors require grad"
-        with pytest.raises(InputError, match=text):
-            dispatcher.combine(sent.rows.clone().requires_grad_(), sent)
 
     on_dispatchers(body, config(V25))

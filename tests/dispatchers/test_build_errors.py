@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from moe_dispatch.backends import (
     registry,
 )
 from moe_dispatch.backends.local import LocalOptions
-from moe_dispatch.errors import BackendUnavailableError, ConfigError, PeerError, StateError
+from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError, PeerError, StateError
 from moe_dispatch_testing.ranks import thread_group
 from tests.dispatchers.layer import (
     HIDDEN,
@@ -267,6 +268,21 @@ def test_unfit_dtype_and_device_of_a_backend_are_refused() -> None:
         dispatcher.dispatch(random_rows(2), random_routing(2))
     with pytest.raises(ValueError, match="x must be on cuda, got cpu"):
         dispatcher.dispatch(random_rows(2, dtype=torch.bfloat16), random_routing(2))
+
+
+def test_a_backend_without_a_backward_is_for_inference() -> None:
+    Needy.needs = {"differentiable": False}
+    dispatcher, x, way = build_dispatcher(small_config("needy")), random_rows(5), random_routing(5)
+    sent = dispatcher.dispatch(x, way)
+    calls: dict[str, Callable[[], object]] = {
+        "dispatch": lambda: dispatcher.dispatch(x.clone().requires_grad_(), way),
+        "again": lambda: dispatcher.dispatch(x.clone().requires_grad_(), again=sent),
+        "combine": lambda: dispatcher.combine(sent.rows.clone().requires_grad_(), sent),
+    }
+    for verb, call in calls.items():
+        told = f"Dispatcher.{verb.replace('again', 'dispatch')}: backend 'needy' has no backward as configured, and"
+        with pytest.raises(InputError, match=f"{told} tensors require grad. Call it under torch.no_grad"):
+            call()
 
 
 @pytest.mark.parametrize(

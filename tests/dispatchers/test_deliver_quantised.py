@@ -18,7 +18,6 @@ from moe_dispatch.types import QuantisedRows
 from tests.dispatchers.layer import (
     Group,
     by_operators,
-    cut_layer,
     doubled,
     expert_weights,
     local_part,
@@ -41,28 +40,19 @@ TWO_LEVELS = {**ALLTOALL, "levels": 2, "ranks_per_node": 2}
 FORMS: list[tuple[Any, int, RecipeName, dict[str, Any]]] = [
     ("local", 1, MXFP8, EAGER),
     ("local", 1, FLOAT8, SAFE),
-    ("alltoall", 1, FLOAT8, EAGER),
-    ("alltoall", 2, MXFP8, SAFE),
+    ("alltoall", 2, FLOAT8, SAFE),
     ("alltoall", 4, MXFP8, EAGER),
-    ("alltoall", 4, FLOAT8, SAFE),
-    ("allgather", 1, MXFP8, SAFE),
     ("allgather", 2, FLOAT8, EAGER),
-    ("allgather", 4, MXFP8, EAGER),
-    ("allgather", 4, FLOAT8, SAFE),
+    ("allgather", 4, MXFP8, SAFE),
     ({**ALLTOALL, "reduction": "exact"}, 4, MXFP8, EAGER),
     (TWO_LEVELS, 4, FLOAT8, EAGER),
     ({**TWO_LEVELS, "reduction": "exact"}, 4, MXFP8, EAGER),
-    ({"name": "deepep", "emulate": "v1.2.1"}, 2, FLOAT8, EAGER),
     ({"name": "deepep", "emulate": "v1.2.1"}, 2, MXFP8, SAFE),
-    ({"name": "deepep", "emulate": "v2-2.1.0"}, 2, MXFP8, EAGER),
-    ({"name": "deepep", "emulate": "v2-2.1.0"}, 2, FLOAT8, SAFE),
-    (V2, 2, FLOAT8, EAGER),
+    ({"name": "deepep", "emulate": "v2-2.1.0"}, 2, FLOAT8, EAGER),
     ({**V2, "expand": True, "deterministic": False}, 2, MXFP8, EAGER),
-    ({**V2, "expand": True, "deterministic": False}, 2, FLOAT8, SAFE),
     ({**V2, "ranks_per_node": 1, "deterministic": False}, 2, MXFP8, SAFE),
     ({"name": "hybridep", "emulate": "hybridep-34152ae"}, 2, FLOAT8, SAFE),
     ({"name": "hybridep", "emulate": "hybridep-746"}, 2, MXFP8, EAGER),
-    ({"name": "hybridep", "emulate": "hybridep-746"}, 2, FLOAT8, SAFE),
 ]
 
 
@@ -186,18 +176,6 @@ def test_rows_have_the_bits_of_rows_that_are_quantised_after_dispatch(
         assert torch.equal(delivered.dispatch(x, way).rows[some], sent.rows[some])
 
     on_ranks(body, size)
-
-
-@pytest.mark.parametrize(("backend", "size", "recipe", "fields"), [FORMS[10], FORMS[12], FORMS[18]])
-def test_rows_that_are_widened_on_reading_give_the_bits_of_delivered_rows(
-    backend: Any, size: int, recipe: RecipeName, fields: dict[str, Any]
-) -> None:
-    """Also where combine multiplies by the weights, on backends whose scenarios of the kit are slow."""
-    x_TD, grad_TD = (random_rows(TOKENS, HIDDEN, seed=seed, dtype=torch.bfloat16) for seed in (0, 5))
-    config = _config(backend, recipe, grad_wire_dtype=recipe)
-    inputs = CUTS[size], x_TD, random_routing(TOKENS), grad_TD, EXPERTS
-    delivered, expected = cut_layer(config, *inputs), cut_layer(config.replace(deliver="rows"), *inputs)
-    assert all(torch.equal(delivered[name], expected[name]) for name in expected)
 
 
 def test_only_the_gradient_that_combine_sent_back_is_quantised() -> None:

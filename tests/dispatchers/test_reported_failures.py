@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -92,16 +93,13 @@ def one_by_one(layers: list[Layer], x: Tensor) -> Tensor:
     return x
 
 
-def checkpointed(layers: list[Layer], x: Tensor) -> Tensor:
+def checkpointed(layers: list[Layer], x: Tensor, *, use_reentrant: bool = False) -> Tensor:
     for layer in layers:
-        x = checkpoint(layer, x, use_reentrant=False)
+        x = checkpoint(layer, x, use_reentrant=use_reentrant)
     return x
 
 
-def reentrant(layers: list[Layer], x: Tensor) -> Tensor:
-    for layer in layers:
-        x = checkpoint(layer, x, use_reentrant=True)
-    return x
+reentrant = partial(checkpointed, use_reentrant=True)
 
 
 def side_by_side(layers: list[Layer], x: Tensor) -> Tensor:

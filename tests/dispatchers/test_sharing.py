@@ -13,52 +13,37 @@ from typing import Any, ClassVar, final
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from moe_dispatch import Dispatcher, build_dispatcher
 from moe_dispatch.backends import (
-    Arrived,
     Backend,
     BackendContext,
-    BackendOptions,
-    Constraints,
-    MoEShape,
-    Sizes,
     register_backend,
     registry,
 )
-from moe_dispatch.backends.alltoall.options import AllToAllOptions
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch_testing.ranks import thread_group
+from tests.cli.planted import Planted, PlantedBackend
 from tests.dispatchers.layer import Group, identity_round, on_ranks, random_routing, random_rows, small_config
 
 
-class Told(BackendOptions):
+class Told(Planted):
     """``alltoall``, which tells when a rank opens and closes it."""
 
     name = "told"
     collective: bool = False
     events: ClassVar[list[tuple[str, int]]] = []
 
-    def constraints(self, shape: MoEShape) -> Constraints:
-        return AllToAllOptions().constraints(shape)
-
     def open(self, context: BackendContext) -> Backend:
         return CollectiveBackend(context) if self.collective else ToldBackend(context)
 
 
-class ToldBackend(Backend):
+class ToldBackend(PlantedBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self.inner = AllToAllOptions().open(context)
         Told.events.append(("open", context.communicator.rank))
-
-    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        return self.inner.dispatch(rows_TD, ids_TK, weights_TK, sizes)
-
-    def refuse(self, device: torch.device) -> None:
-        self.inner.refuse(device)
 
     def close(self) -> None:
         Told.events.append(("close", self.context.communicator.rank))
@@ -160,16 +145,6 @@ def test_all_ranks_open_where_one_has_to(events: list[tuple[str, int]]) -> None:
 
     on_ranks(body, 2)
     assert sorted(rank for event, rank in events if event == "open") == [0, 0, 1, 1]
-
-
-def test_a_state_outlives_the_dispatcher_of_another_layer() -> None:
-    one, two = (build_dispatcher(small_config("local")) for _ in range(2))
-    x, way = random_rows(5), random_routing(5)
-    sent = one.dispatch(x, way)
-    two.close()
-    del two
-    gc.collect()
-    torch.testing.assert_close(one.combine(sent.rows, sent), x * way.topk_weights.sum(1, keepdim=True))
 
 
 def test_deepcopy_shares_the_channel_and_has_its_own_life(events: list[tuple[str, int]]) -> None:

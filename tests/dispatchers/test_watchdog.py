@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import logging
 import os
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -21,7 +23,7 @@ from torch._C._distributed_c10d import HashStore
 from moe_dispatch import build_dispatcher
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.watchdog import RankNote, Watch, WatchedCall, watch_group, watch_of
-from moe_dispatch_testing import run_processes, run_ranks
+from moe_dispatch_testing import RankFailed, run_processes, run_ranks
 from moe_dispatch_testing.ranks import thread_group
 from tests.dispatchers.layer import (
     Group,
@@ -244,36 +246,22 @@ def set_limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def test_the_environment_sets_the_time_limit(set_limit: Callable[[str], None]) -> None:
-    set_limit("7.5")
-
     def limit(group: Group) -> float | None:
         identity_round(build_dispatcher(small_config(), group))
         watch = watch_of(group)
         return watch and watch.seconds
 
+    set_limit("7.5")
     assert run_ranks(limit, 2) == [7.5, 7.5]
-
-
-def test_an_environment_that_is_no_number_is_refused(set_limit: Callable[[str], None]) -> None:
     for text in ("soon", "0", "-1", "inf", "nan", "1e-300", "1e300"):
         set_limit(text)
-        results = outcomes(lambda group: build_dispatcher(small_config(), group), 2)
-        raises_everywhere(results, ConfigError, f"{VARIABLE} must be a number of seconds from 0.1", f"got {text!r}")
+        told = f"{VARIABLE} must be a number of seconds from 0.1"
+        raises_everywhere(outcomes(limit, 2), ConfigError, told, f"got {text!r}")
 
 
 def test_ranks_with_other_limits_are_refused() -> None:
     results = outcomes(lambda group: build_dispatcher(small_config(watchdog=5.0 + group.rank()), group), 2)
     raises_everywhere(results, ConfigError, "Ranks disagree on watchdog: rank 0 has 5, rank 1 has 6")
-
-
-def test_without_a_watchdog_there_is_no_thread_and_no_note() -> None:
-    def body(group: Group) -> object:
-        identity_round(build_dispatcher(small_config(), group))
-        return watch_of(group)
-
-    before = _threads()
-    assert run_ranks(body, 2) == [None, None]
-    assert _threads() <= before
 
 
 def _threads() -> set[threading.Thread]:
@@ -287,15 +275,15 @@ def _until(condition: Callable[[], bool], seconds: float = 5) -> bool:
     return condition()
 
 
-def test_the_thread_ends_with_its_group() -> None:
+@pytest.mark.parametrize("seconds", [None, 5])
+def test_there_is_a_thread_while_a_group_is_watched(seconds: float | None) -> None:
     before = _threads()
 
     def body(group: Group) -> None:
-        dispatcher = build_dispatcher(small_config(watchdog=5), group)
+        dispatcher = build_dispatcher(small_config(watchdog=seconds), group)
         identity_round(dispatcher)
         dispatcher.close()
-
-        assert len(_threads() - before) >= 1
+        assert (watch_of(group) is None) == (_threads() <= before) == (seconds is None)
 
     run_ranks(body, 2)
     assert _until(lambda: _threads() <= before)
@@ -464,3 +452,28 @@ def test_the_host_of_the_store_may_be_in_another_group_and_leave_first(how: str,
 def test_a_clean_run_prints_nothing_where_the_host_of_the_store_leaves_first(how: str) -> None:
     for job in _processes(ENDS, how, 2):
         assert (job.communicate(timeout=120)[0], job.returncode) == ("", 0)
+
+
+TIMEOUT_S = 8
+
+
+def _step(rank: int, reports: Path) -> None:
+    dispatcher = build_dispatcher(small_config(num_experts=9), dist.group.WORLD)
+    x = random_rows(4).requires_grad_()
+    try:
+        for step in range(3):
+            sent = dispatcher.dispatch(x, random_routing(4))
+            if rank == 1 and step == 1:
+                os._exit(3)
+            dispatcher.combine(sent.rows, sent).sum().backward()
+    except Exception as error:
+        (reports / str(rank)).write_text(type(error).__name__)
+        raise
+
+
+def test_a_dead_rank_ends_the_others(tmp_path: Path) -> None:
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    with pytest.raises(RankFailed, match="exit code 3"):
+        run_processes(_step, 3, tmp_path, timeout=timeout, grace_seconds=2 * TIMEOUT_S)
+    for survivor in ("0", "2"):
+        assert (tmp_path / survivor).read_text() in ("RuntimeError", "DistBackendError")
