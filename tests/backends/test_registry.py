@@ -95,11 +95,7 @@ def __getattr__(name: str) -> None:
 
 
 ENTRY_POINTS: list[tuple[str, type[Exception], str]] = [
-    (
-        "no_such_package.at_all:Backend",
-        BackendUnavailableError,
-        r"Backend 'other' cannot be used here: its import raised ModuleNotFoundError: No module named 'no_such",
-    ),
+    ("no_such_package.at_all:Backend", BackendUnavailableError, "its import raised ModuleNotFoundError: No module"),
     ("no_such_package.at_all:Backend", ImportError, "choose one of: allgather, alltoall"),
     (f"{__name__}:Missing", BackendUnavailableError, "its import raised AttributeError"),
     (f"{__name__}:EndsTheProgram", BackendUnavailableError, "its import raised SystemExit: 2"),

@@ -271,11 +271,7 @@ def in_a_pod(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ({"LOCAL_RANK": "1"}, ConfigError, "must be set together, got only LOCAL_RANK"),
         ({"LOCAL_WORLD_SIZE": "2"}, ConfigError, "got only LOCAL_WORLD_SIZE"),
         ({}, RankFailed, r"rank 0 of 2 cannot join .*MASTER_ADDR expected, but not set\. Start .*; or unset RANK"),
-        (
-            {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"},
-            RankFailed,
-            r"rank 1 of 2 cannot join the other ranks: .*127\.0\.0\.1.*Start all of them",
-        ),
+        ({"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, RankFailed, "rank 1 of 2 cannot join the"),
     ],
 )
 def test_rank_in_a_pod_that_meets_nobody(

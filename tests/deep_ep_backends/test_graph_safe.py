@@ -17,7 +17,7 @@ from moe_dispatch_testing.emulation import memory
 from moe_dispatch_testing.rank_context import padding_rows, poison, poison_gradient
 from tests.deep_ep_backends.conftest import Wrap
 from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, V25, buffer_class, config, on_dispatchers, rank_of
-from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
+from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing, random_rows
 
 PER_EXPERT = torch.tensor([2.0**expert for expert in range(8)])
 
@@ -88,10 +88,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def rows_of(rows: int, seed: int) -> Tensor:
-    return torch.randn(rows, 256, generator=torch.Generator().manual_seed(seed))
-
-
 def routing_of(rows: int, seed: int) -> Routing:
     """Random, with slots that go nowhere, and weights of 0."""
     routing = random_routing(rows, seed)
@@ -121,7 +117,8 @@ def test_what_stands_in_fresh_memory_may_look_like_ids(backend: dict[str, Any], 
 
     def body(group: Group) -> None:
         eager, static = pair(backend, group)
-        x, routing = rows_of(5 * rank_of(group), rank_of(group)), routing_of(5 * rank_of(group), rank_of(group))
+        rank = rank_of(group)
+        x, routing = random_rows(5 * rank, 256, rank), routing_of(5 * rank, rank)
         expected, found = one_layer(eager, x, routing), one_layer(static, x, routing)
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
@@ -147,11 +144,11 @@ def test_shapes_are_fixed_and_the_library_is_told_not_to_wait(backend: dict[str,
     def body(group: Group) -> None:
         fields: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": MOST, "pad_multiple": 16}
         static = build_dispatcher(config(backend, **fields), group)
-        capacity = static.plan(like=rows_of(1, 0)).sizes.capacity
+        capacity = static.plan(like=random_rows(1, 256, 0)).sizes.capacity
         assert capacity is not None
         assert capacity.rows == 2 * MOST * 2
         for rows in (0, 5, 12):
-            sent = static.dispatch(rows_of(rows, 0), routing_of(rows, 0))
+            sent = static.dispatch(random_rows(rows, 256, 0), routing_of(rows, 0))
             assert sent.rows.shape == (capacity.buffer_rows, 256)
             assert sent.weights.shape == (capacity.buffer_rows,)
             assert sent.tokens_per_expert_list is None
@@ -166,7 +163,7 @@ def test_shapes_are_fixed_and_the_library_is_told_not_to_wait(backend: dict[str,
         assert (needed.pair_rows, needed.overflowed) == (0, False)
         ids = routing_of(12, 0).topk_ids  # of both ranks, in the fullest call
         assert needed.rows == 2 * max(int((ids[ids >= 0] // 4 == rank).sum()) for rank in range(2))
-        one_layer(static, rows_of(5, 0), routing_of(5, 0))
+        one_layer(static, random_rows(5, 256, 0), routing_of(5, 0))
         for given in calls:
             is_new = given.get("handle") is None
             if backend["name"] == "hybridep":

@@ -96,35 +96,6 @@ def _expect(found: QuantisedRows | None, rows_RD: Tensor, counts: Tensor, real: 
         assert got_scales[start + count : end].eq(one).all()
 
 
-@pytest.mark.parametrize(
-    ("backend", "way_in"),
-    [("local", "operators"), ("alltoall", "asynchronous"), ("alltoall", "operators"), ("allgather", "eager")],
-)
-def test_gradients_flow_through_the_edge(backend: str, way_in: str) -> None:
-    size = 1 if backend == "local" else 2
-
-    def body(group: Group) -> None:
-        x, way = _inputs(group, size)
-        x.requires_grad_()
-        dispatcher = build_dispatcher(_config(backend, "mxfp8"), group)
-
-        def layer(x: Tensor) -> Tensor:
-            sent = dispatcher.dispatch(x, way, async_op=way_in == "asynchronous").wait()
-            again = dispatcher.dispatch(3 * x, again=sent)
-            return dispatcher.combine(doubled(sent.quantised), sent) + dispatcher.combine(
-                doubled(again.quantised), again
-            )
-
-        y = by_operators(layer, x) if way_in == "operators" else layer(x)
-        y.sum().backward()
-        share = torch.where(way.topk_ids < 0, 0, way.topk_weights).sum(1, keepdim=True)
-        assert x.grad is not None
-        torch.testing.assert_close(x.grad, (8 * share).to(x.dtype).expand_as(x), rtol=0.02, atol=0)
-        torch.testing.assert_close(y.float(), 8 * share * x.float(), rtol=0.1, atol=0.5)
-
-    on_ranks(body, size)
-
-
 class _Last(torch.autograd.Function):
     """Stands for the last GEMM of the experts, whose backward keeps the gradient that it gets."""
 
@@ -212,10 +183,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"wire_dtype": "bfloat16"}, "needs wire_dtype 'float8_e4m3fn' or 'mxfp8', got 'bfloat16'"),
     ({"wire_dtype": MXFP8, "pad_multiple": 16}, "for mxfp8 need pad_multiple to be a multiple of 32, got 16"),
     ({"wire_dtype": FLOAT8, "pad_multiple": 32}, "need pad_multiple to be a multiple of 128, got 32"),
-    (
-        {"wire_dtype": MXFP8, "pad_multiple": 32, "grad_wire_dtype": FLOAT8},
-        r"must be None or the quantised wire_dtype, got 'float8_e4m3fn' beside wire_dtype='mxfp8'",
-    ),
+    ({"wire_dtype": MXFP8, "pad_multiple": 32, "grad_wire_dtype": FLOAT8}, "None or the quantised wire_dtype, got"),
 ]
 
 

@@ -17,7 +17,6 @@ HIDDEN, LOCAL, TOP_K, ROWS = 32, 4, 3, 64
 APRIL, JULY, RAGGED = "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-746"
 CURRENT = pytest.mark.parametrize("release", [APRIL, JULY, RAGGED])
 BEFORE_RAGGED = pytest.mark.parametrize("release", [APRIL, JULY])
-FUSED = pytest.mark.parametrize("fused", [False, True])
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,6 @@ from tests.emulation.hybrid_case import (
     APRIL,
     BEFORE_RAGGED,
     CURRENT,
-    FUSED,
     HIDDEN,
     JULY,
     LOCAL,
@@ -142,29 +141,6 @@ def test_a_rank_may_move_no_probs_in_combine(release: str) -> None:
     torch.testing.assert_close(first[~went], source.probs[~went])
 
 
-@FUSED
-def test_ragged_ranks_send_what_they_have_and_get_as_many_rows_back(fused: bool) -> None:
-    counts = [5, 0, 33, 16]
-    sources = make_sources(counts)
-
-    def body(group: dist.ProcessGroup) -> Any:
-        buffer, source = open_buffer(RAGGED, group), sources[group.rank()]
-        rows, probs, _, _, handle = sent(buffer, source, pad_multiple=4, num_of_tokens_per_rank=33, fused=fused)
-        assert handle[8] == 48  # slots
-        again = buffer.dispatch_with_permute(
-            hidden=source.x, handle=handle, num_permuted_tokens=len(rows), pad_multiple=4, fuse_permute_dispatch=fused
-        )[0]
-        return rows, again, returned(buffer, rows, handle, probs, fused=fused)
-
-    outs = run_ranks(body, 4)
-    expected = expected_sums(sources, [out[0] for out in outs], pad=4)
-    for rank, (rows, again, (sums, probs)) in enumerate(outs):
-        assert torch.equal(rows, expected_rows(sources, rank, pad=4).rows)
-        assert torch.equal(again, rows)
-        assert torch.equal(sums, expected[rank])
-        assert torch.equal(probs, sources[rank].probs)
-
-
 @pytest.mark.parametrize(
     ("release", "capacity", "rows", "works"),
     [
@@ -177,22 +153,15 @@ def test_ragged_ranks_send_what_they_have_and_get_as_many_rows_back(fused: bool)
 def test_a_capacity_that_is_no_multiple_of_the_chunk_fails_in_the_compiler(
     release: str, capacity: int, rows: int, works: bool
 ) -> None:
-    sources = make_sources([rows] * 2)
+    (source,), buffer = make_sources([rows]), open_buffer(release, None, rows=capacity)
 
-    def round_trip(buffer: Any, source: Source) -> None:
-        sent_rows, _, _, _, handle = sent(buffer, source, pad_multiple=1)
-        returned(buffer, sent_rows, handle)
+    def round_trip() -> None:
+        expert_rows, _, _, _, handle = sent(buffer, source, pad_multiple=1)
+        returned(buffer, expert_rows, handle)
 
-    def body(group: dist.ProcessGroup) -> str:
-        buffer = open_buffer(release, group, rows=capacity)
-        return outcome(partial(round_trip, buffer, sources[group.rank()]))
-
-    for end in run_ranks(body, 2):
-        if works:
-            assert end == "returned"
-        else:
-            assert end.startswith("RuntimeError: Failed to compile the code, compile command: ")
-            assert "MAX_NUM_OF_TOKENS_PER_RANK must be multiple of NUM_OF_TOKENS_PER_CHUNK" in end
+    said = r"RuntimeError: Failed to compile the code, compile command: [\s\S]*MAX_NUM_OF_TOKENS_PER_RANK must be"
+    end = outcome(round_trip)
+    assert re.match("returned" if works else said, end), end
 
 
 @CURRENT
@@ -316,12 +285,7 @@ def sent_again(buffer: Any, source: Source, rank: int) -> object:
 
 
 DISAGREEMENTS: dict[str, tuple[list[str], tuple[int, int], Disagreement, str]] = {
-    "unequal rows": (
-        [APRIL, JULY],
-        (64, 32),
-        lambda b, s, rank: sent(b, s, pad_multiple=1),
-        r"every rank must pass the same num_of_tokens_per_rank, got \[64, 32\] by rank",
-    ),
+    "unequal rows": ([APRIL, JULY], (64, 32), lambda b, s, _: sent(b, s, pad_multiple=1), r"rank, got \[64, 32\] by"),
     "unequal slots": ([RAGGED], (40, 5), lambda b, s, rank: sent(b, s), r"every rank must pass the same"),
     "different calls": (
         [APRIL, JULY, RAGGED],

@@ -219,10 +219,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: cut(THD([0, 5]), ["a"], layers=[0, 3]), r"layers 3 are not in the table, .* 0\.\.2"),
     (lambda: cut(THD([0, 5]), ["a"], fallback="topk"), r'"router" or "error" .*, got \'topk\' and 0'),
     (lambda: cut(THD([0, 5]), ["a"], step=-1), r"step 0 or more, got 'router' and -1"),
-    (
-        lambda: cut(THD([0, 5]), ["a"], into=TABLE.cut(THD([0, 3], [0, 8]), ["b"])),
-        r"got 8 rows and layers 0\.\.2 for 5 rows and layers 0\.\.2",
-    ),
+    (lambda: cut(THD([0, 5]), ["a"], into=TABLE.cut(THD([0, 3], [0, 8]), ["b"])), "got 8 rows .* for 5 rows"),
     (lambda: cut(THD([0, 5]), ["a"], **MISSING), r"known, got 3 of 15 unknown\. .* 'a', position 4, layer 0"),
     (lambda: cut(THD([0, 4, 5]), ["a", None], **MISSING), r"got 3 of 15 .* is a sequence named None"),
     (lambda: cut(THD([0, 5]), ["a"], layers=[0, 2]).routing_for(1), r"layer 1 is not in the cut"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dataclasses
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,23 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import MoEDispatchError, Routing, Rows, build_dispatcher
 from moe_dispatch.errors import InputError, PeerError, StateError, TraceError
-from moe_dispatch.layouts import Layout
-from moe_dispatch.permutation import merge_slots
 from moe_dispatch_testing import refuse_host_syncs
-from moe_dispatch_tools.traces import Part, Trace
-from tests.dispatchers.layer import Group, identity_round, on_ranks, outcomes, random_routing, random_rows, small_config
+from moe_dispatch_tools.traces import Part, RunLog, Trace
+from tests.dispatchers.layer import (
+    Group,
+    by_operators,
+    identity_round,
+    on_ranks,
+    outcomes,
+    random_routing,
+    random_rows,
+    small_config,
+)
+from tests.pages import run_page
 from tests.ranks import run_ranks
 from tests.traces.recorded import Given, batches, record_batches, run
 
@@ -83,18 +93,6 @@ def test_tokens_are_those_that_experts_saw_and_results_are_those_without_a_recor
     seen = torch.cat(run_ranks(body, 2), 1)
     assert torch.equal(Trace.load(tmp_path / "run.safetensors").tokens_per_expert(), seen)
     assert seen.sum() > 20
-
-
-def test_part_says_what_is_sent() -> None:
-    x, routing, layout = batches(0)[0]
-    part = Part(routing=routing, layout=layout, on_host=True, shape=x.shape, dtype=x.dtype)
-    real = [0, 1, 4, 5, 6]
-    expected = merge_slots(routing.topk_ids[real], routing.topk_weights[real], asks=True)[0]
-    assert (expected != routing.topk_ids[real]).any(), "a duplicate among them"
-    assert torch.equal(part.sent_ids(cut=True), expected)
-    whole = part.sent_ids(cut=False)
-    assert torch.equal(whole[real], expected)
-    assert (whole[[2, 3]] == -1).all()
 
 
 def test_steps_are_bounded_for_each_dispatcher(tmp_path: Path) -> None:
@@ -387,26 +385,8 @@ def test_file_that_cannot_be_written_in_the_end(tmp_path: Path, becomes: str) ->
     assert [entry.name for entry in tmp_path.rglob(".run*")] == []
 
 
-@dataclasses.dataclass(frozen=True)
-class Odd(Layout):
+class Odd(Rows):
     """A layout of somebody else's."""
-
-    metadata = ()
-    all_real = True
-
-    def rows_of(self, shape: Any) -> int:
-        return int(shape[0])
-
-    def known_rows(self) -> int | None:
-        return None
-
-    known_real = known_rows
-
-    def nothing(self, *arguments: Any, **options: Any) -> Any:
-        return None
-
-    grid = sequence_dim = mask = check_rows = check_shard = shard_rows = nothing
-    num_sequences = all_positions = nothing
 
 
 def test_layout_of_somebody_else(tmp_path: Path) -> None:
@@ -420,14 +400,6 @@ def test_layout_of_somebody_else(tmp_path: Path) -> None:
     assert Trace.load(tmp_path / "run.safetensors").calls == ()
 
 
-def _selectively(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts([torch.ops.moe_dispatch.dispatch.default])
-
-    saved: Tensor = checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)
-    return saved
-
-
 @pytest.mark.parametrize("how", [pytest.param("compiled", marks=pytest.mark.slow), "selective"])
 def test_calls_that_go_through_operators(tmp_path: Path, how: str) -> None:
     """Also those that were compiled before the recording began."""
@@ -439,8 +411,28 @@ def test_calls_that_go_through_operators(tmp_path: Path, how: str) -> None:
 
     x = random_rows(3).requires_grad_()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    run = compiled if how == "compiled" else lambda x: _selectively(layer, x)
+    run = compiled if how == "compiled" else partial(by_operators, layer)
     run(x)
     with Trace.record(dispatcher, tmp_path / "run.safetensors"), pytest.raises(StateError, match="calls inside torch"):
         run(x)
     run(x).sum().backward()
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
+
+
+def test_code_of_the_page_runs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    text = PAGE.read_text(encoding="utf-8")
+    with contextlib.chdir(tmp_path):
+        namespace = run_page("traces.md")
+    assert namespace["trace"].steps == 3  # the blocks ran to the end
+    with safe_open(tmp_path / "out" / "run.safetensors", framework="pt") as file:
+        for name in [*file.metadata(), *(key.replace("rank0", "rank{r}") for key in file.keys())]:  # noqa: SIM118
+            assert f"`{name}`" in text, name
+    for item in dataclasses.fields(Trace):
+        assert f"`{item.name}`" in text or item.name == "ranks", item.name
+    assert "trace.ranks" in text
+    for item in dataclasses.fields(RunLog):
+        assert f"`{item.name}`" in text, item.name
+    assert namespace["run"].steps == 3

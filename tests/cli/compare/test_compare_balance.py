@@ -138,19 +138,6 @@ def test_workloads_do_not_depend_on_the_ranks() -> None:
             assert (rows[:4].sum() == 0) == (name == "W5_zero_expert_rank")
 
 
-def test_a_trace_is_balanced_as_it_was_routed(command: Command, tmp_path: Path) -> None:
-    """Ids named twice, ids of -1, a rank without tokens, lengths that only a device knew."""
-    path = tmp_path / "run.safetensors"
-    run_ranks(lambda group: record_batches(group, path, small_config("alltoall", pad_multiple=4)), 2)
-    file = written(tmp_path, num_experts=8, hidden_size=16, pad_multiple=4, spare_experts_per_rank=2)
-    shape = ["--trace", path, "--expert-width", "8", "--steps", "4", "--rounds", "1", *EXACTLY]
-    report = asked(command, "-b", f"alltoall,{BALANCED}", file, *shape)
-    assert report["cases"][0]["agree"]
-    plain, balanced = outcome(report, "alltoall"), outcome(report, BALANCED)
-    assert plain["bytes_sent"]["experts"] < 100 < balanced["bytes_sent"]["experts"]
-    assert balanced["peak_rows"] <= plain["peak_rows"]
-
-
 def test_weights_in_wrong_slots_are_seen(command: Command, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the weights of a rank's slots are in the opposite order."""
 

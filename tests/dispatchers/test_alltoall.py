@@ -1,18 +1,21 @@
-"""``alltoall`` with ``levels=2``: bytes between nodes, bits, nodes, and the refusals of its options."""
+"""``alltoall``: bytes between nodes, nodes and refusals of ``levels=2``, and what overlaps with collectives."""
 
 from __future__ import annotations
 
 import logging
 import socket
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, final
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends.alltoall.two_level import Nodes
+from moe_dispatch.communication import Communicator, Work
 from tests.dispatchers.layer import (
     Group,
     by_operators,
@@ -140,3 +143,68 @@ def test_operators_give_the_bits_of_eager_calls(reduction: str, pad_multiple: in
             assert torch.equal(eager, restored)
 
     on_ranks(body, 4)
+
+
+all_to_all_of_ranks = Communicator.all_to_all
+
+
+@final
+class _Awaited:
+    """Work that tells when it is waited for."""
+
+    def __init__(self, work: Work, done: list[str]) -> None:
+        self._work, self._done = work, done
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._done.append("await")
+
+
+@final
+class _Log(TorchDispatchMode):
+    """Operators in order, and the collectives between them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.done: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.done.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+    def meanwhile(self, label: str) -> list[str]:
+        """Operators between the start of a collective and the wait for it."""
+        start = self.done.index(label)
+        return self.done[start + 1 : self.done.index("await", start)]
+
+
+@pytest.fixture(params=["fast", "exact"])
+def log(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> _Log:
+    """Of a dispatch and a combine on rank 0 of two."""
+    config = small_config({"name": "alltoall", "reduction": request.param})
+    logs: dict[int, _Log] = {}
+
+    def all_to_all(
+        comm: Communicator, out: Tensor, inp: Tensor, outs: Sequence[int], ins: Sequence[int], *, label: str
+    ) -> _Awaited:
+        work, done = all_to_all_of_ranks(comm, out, inp, outs, ins, label=label), logs[comm.rank].done
+        assert work is not None
+        done.append(label)
+        return _Awaited(work, done)
+
+    def body(group: Group) -> None:
+        dispatcher, x = build_dispatcher(config, group), random_rows(6)
+        with _Log() as logs[group.rank()]:
+            sent = dispatcher.dispatch(x, random_routing(6))
+            dispatcher.combine(sent.rows, sent)
+
+    monkeypatch.setattr(Communicator, "all_to_all", all_to_all)
+    on_ranks(body, 2)
+    return logs[0]
+
+
+def test_what_needs_no_answer_is_done_while_collectives_are_under_way(log: _Log) -> None:
+    """Rows, weights and ids are packed and put in order beside the counts; the way home is sorted beside the rows."""
+    meanwhile = log.meanwhile("counts")
+    assert (meanwhile.count("copy_"), meanwhile[-1]) == (3, "index_select")
+    assert {"sort", "searchsorted"} <= set(log.meanwhile("dispatch"))
