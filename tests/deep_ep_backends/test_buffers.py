@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -146,18 +145,6 @@ def test_a_mark_reaches_peers_before_they_make_buffers() -> None:
     first, second = outcomes(body, 2)
     raises_everywhere([first], PeerError, "rank 1 refused: Dispatcher.dispatch: topk_ids must be torch.int64, got")
     assert isinstance(second, InputError)
-
-
-def test_a_rank_without_room_keeps_its_own_error(wrap: Wrap) -> None:
-    def opening(original: Any, *args: Any, **given: Any) -> None:
-        if threading.current_thread().name == "rank-1":
-            raise MemoryError("no room on this rank")
-        original(*args, **given)
-
-    wrap(buffer_class(HYBRID), "__init__", opening)
-    results = outcomes(lambda group: build_dispatcher(config(HYBRID, max_tokens_per_rank=64), group), 2, seconds=1)
-    assert isinstance(results[1], MemoryError)
-    assert isinstance(results[0], Exception)
 
 
 @pytest.mark.parametrize("backend", [V1, V25, HYBRID], ids=["v1", "v2.5", "hybrid"])

@@ -186,7 +186,7 @@ def load(model: ByteLanguageModel, whole: ByteLanguageModel, group: dist.Process
 def run_like(backend: str, losses: list[float], tokens: Any = None, wire_dtype: str | None = None) -> Run:
     costs: dict[str, Any] = {"bytes_per_step": 1e6, "rows_padded": {"rank": 0, "expert": 4}, "tokens_per_second": 1e3}
     tokens = tokens or [[[3, 5], [4, 4]]] * len(losses)
-    of_run = {"backend": backend, "wire_dtype": wire_dtype, "emulated": False, "ranks": 2}
+    of_run: dict[str, Any] = {"backend": backend, "wire_dtype": wire_dtype, "emulated": False, "ranks": 2}
     return Run(**of_run, losses=losses, tokens_per_expert=tokens, **costs)
 
 

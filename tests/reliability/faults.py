@@ -306,7 +306,8 @@ def wait_for(pids: Sequence[int], seconds: float, culprit: int) -> list[int | No
 
 def _ending(folder: Path, rank: int, begin: float, status: int | None) -> Ending:
     result, log = folder / f"{rank}.json", folder / f"{rank}.log"
-    told = json.loads(result.read_text()) if result.exists() else {"error": "", "text": "", "raised": 0.0}
+    told: dict[str, Any] = {"error": "", "text": "", "raised": 0.0}
+    told |= json.loads(result.read_text()) if result.exists() else {}
     return Ending(told["error"], told["text"], told["raised"] - begin, status, log.read_text() if log.exists() else "")
 
 

@@ -385,7 +385,7 @@ def test_file_that_cannot_be_written_in_the_end(tmp_path: Path, becomes: str) ->
     assert [entry.name for entry in tmp_path.rglob(".run*")] == []
 
 
-class Odd(Rows):
+class Odd(Rows):  # type: ignore[misc]
     """A layout of somebody else's."""
 
 
