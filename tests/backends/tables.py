@@ -63,11 +63,11 @@ def rows_of(count: int, width: int = 6, dtype: torch.dtype = torch.float32, seed
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def many_slots(pad_multiple: int = 4) -> SlotIndex:
+def many_slots() -> SlotIndex:
     """40 rows of 8 slots over 16 keys; some rows go nowhere."""
     keys = torch.rand(40, 16, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :8]
     keys[::7] = -1
-    return group_slots(keys, torch.bincount(keys[keys >= 0], minlength=16).tolist(), pad_multiple)
+    return group_slots(keys, torch.bincount(keys[keys >= 0], minlength=16).tolist(), 4)
 
 
 def reduced(permutation: Permutation, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None) -> Tensor:

@@ -32,9 +32,8 @@ from tests.deep_ep_backends.vendors import (
     identity_and_close,
     names,
     on_dispatchers,
-    rank_of,
 )
-from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
+from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing, rank_of
 
 
 @pytest.mark.parametrize("size", [2, 16])

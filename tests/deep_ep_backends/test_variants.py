@@ -31,9 +31,8 @@ from tests.deep_ep_backends.vendors import (
     identity,
     identity_and_close,
     on_dispatchers,
-    rank_of,
 )
-from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing, random_rows
+from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing, random_rows, rank_of
 
 
 @pytest.mark.parametrize("backend", [V2, V25], ids=["v2", "v2.5"])

@@ -28,17 +28,13 @@ class Source:
     probs: Tensor
 
 
-def make_sources(
-    counts: Sequence[int], *, local: int = LOCAL, seed: int = 0, away_from: int | None = None
-) -> list[Source]:
-    """One ``Source`` per rank; row 1 of each goes nowhere, and nothing goes to the experts of rank ``away_from``."""
+def make_sources(counts: Sequence[int], *, seed: int = 0) -> list[Source]:
+    """One ``Source`` per rank; row 1 of each goes nowhere."""
     generator = torch.Generator().manual_seed(seed)
-    experts = local * len(counts)
+    experts = LOCAL * len(counts)
     made = []
     for count in counts:
         scores = torch.rand(count, experts, generator=generator)
-        if away_from is not None:
-            scores[:, away_from * local : (away_from + 1) * local] = 2.0
         routing = torch.zeros(count, experts, dtype=torch.bool)
         routing.scatter_(1, scores.argsort(1)[:, :TOP_K], True)
         routing[1:2] = False
@@ -47,10 +43,8 @@ def make_sources(
     return made
 
 
-def open_buffer(
-    release: str, group: dist.ProcessGroup | None, *, rows: int = 512, local: int = LOCAL, **options: Any
-) -> Any:
-    return hybrid_ep_buffer(release)(group, HIDDEN, rows, local, **options)
+def open_buffer(release: str, group: dist.ProcessGroup | None, *, rows: int = 512, **options: Any) -> Any:
+    return hybrid_ep_buffer(release)(group, HIDDEN, rows, LOCAL, **options)
 
 
 def opened(release: str, **sizes: Any) -> Any:

@@ -323,21 +323,6 @@ def test_a_rank_that_was_opened_smaller_grows_alone(release: str) -> None:
     assert all("got growth only on ranks [0] of 2" in said for said in run_ranks(body, 2))
 
 
-@CURRENT
-def test_the_peers_of_a_rank_that_refuses_hear_of_it(release: str) -> None:
-    sources = make_sources([ROWS] * 2)
-
-    def body(group: dist.ProcessGroup) -> str:
-        buffer, source = open_buffer(release, group), sources[group.rank()]
-        rows = source.x[:32] if group.rank() else source.x
-        return outcome(lambda: buffer.dispatch_with_permute(hidden=rows, routing_map=source.routing, pad_multiple=1))
-
-    waiting, refusing = run_ranks(body, 2)
-    assert refusing.startswith("AssertionError: The hidden and the routing")
-    assert waiting.startswith("EmulatedHang: ")
-    assert "rank 1, which raised AssertionError: The hidden and the routing" in waiting
-
-
 def test_the_handle_of_another_dispatch_gives_other_sums() -> None:
     """A swapped handle is not refused, there as here: the sums must show it."""
     sources, others = make_sources([ROWS] * 2), make_sources([ROWS] * 2, seed=9)

@@ -75,7 +75,6 @@ def test_a_handle_refuses_ids_that_changed() -> None:
 
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "a copied handle": ({"do_handle_copy": True}, "AssertionError: `do_handle_copy` must be False; handle copying"),
-    "padding of a compact form": ({"do_zero_padding": True}, "do_zero_padding needs do_expand"),
     "a deferred call that is not asynchronous": ({"defer_epilogue": True}, "needs async_with_compute_stream"),
     "experts of no rank": ({"num_experts": 7, "num_sms": 4}, "num_experts must divide by 2 ranks"),
     "1026 experts": ({"num_experts": 1026}, "at most 512 experts per rank, got 1026"),
