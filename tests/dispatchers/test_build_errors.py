@@ -238,6 +238,9 @@ def test_unfit_dtype_and_device_of_a_backend_are_refused() -> None:
         dispatcher.dispatch(random_rows(2), random_routing(2))
     with pytest.raises(ValueError, match="x must be on cuda, got cpu"):
         dispatcher.dispatch(random_rows(2, dtype=torch.bfloat16), random_routing(2))
+    configured = build_dispatcher(small_config("local", device="cuda"))
+    with pytest.raises(ValueError, match=r"x must be on cuda, got cpu\..*change config\.device"):
+        configured.dispatch(random_rows(2), random_routing(2))
 
 
 def test_a_backend_without_a_backward_is_for_inference() -> None:
