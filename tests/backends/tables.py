@@ -63,11 +63,11 @@ def rows_of(count: int, width: int = 6, dtype: torch.dtype = torch.float32, seed
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def many_slots(pad_multiple: int = 4) -> SlotIndex:
+def many_slots() -> SlotIndex:
     """40 rows of 8 slots over 16 keys; some rows go nowhere."""
     keys = torch.rand(40, 16, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :8]
     keys[::7] = -1
-    return group_slots(keys, torch.bincount(keys[keys >= 0], minlength=16).tolist(), pad_multiple)
+    return group_slots(keys, torch.bincount(keys[keys >= 0], minlength=16).tolist(), 4)
 
 
 def reduced(permutation: Permutation, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None) -> Tensor:
@@ -76,23 +76,8 @@ def reduced(permutation: Permutation, rows_RD: Tensor, index: SlotIndex, weights
     return out
 
 
-def static_index(
-    table: Table,
-    *,
-    rows: int | None = None,
-    weights: Tensor | None = None,
-    dtype: torch.dtype = torch.int64,
-    slack: int = 0,
-) -> SlotIndex:
-    """The table's index of fixed size: room for what it needs and ``slack``, or for any ``rows`` of it."""
-    size = max(len(table.grouped()) + slack, 1)
-    if rows is not None:
-        size = rows + min(table.num_keys, rows) * (table.multiple - 1)
-    return group_statically(
-        table.tensor.to(dtype),
-        table.num_keys,
-        rows=table.tensor.numel() if rows is None else rows,
-        buffer_rows=size,
-        pad_multiple=table.multiple,
-        weights_SK=weights,
-    )
+def static_index(table: Table, slack: int = 0) -> SlotIndex:
+    """The table's index of fixed size: room for what it needs and ``slack``."""
+    size, keys_SK = max(len(table.grouped()) + slack, 1), table.tensor
+    sizes = {"rows": keys_SK.numel(), "buffer_rows": size, "pad_multiple": table.multiple}
+    return group_statically(keys_SK, table.num_keys, weights_SK=None, **sizes)

@@ -1,9 +1,9 @@
-"""The passes over rows of the one-rank reorder, each implementation against the same plain computation."""
+"""Passes over rows of the one-rank reorder, also in buffers of fixed size, each against the same plain computation."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,11 +11,14 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_dispatch.permutation import Permutation, SlotIndex, TorchPermutation, accumulation_dtype, group_slots
+from moe_dispatch import build_dispatcher
+from moe_dispatch.permutation import Permutation, SlotIndex, TorchPermutation, accumulation_dtype, group_slots, round_up
 from moe_dispatch.permutation import rows as bags
-from moe_dispatch.permutation.rows import as_words, sum_by_columns
+from moe_dispatch.permutation.rows import as_words, bag, in_bfloat16_parts, sum_by_columns
+from moe_dispatch_testing.rank_context import padding_rows
 from tests.backends.permutations import INTERPRETED, implementations
 from tests.backends.tables import EXAMPLE, FLOATS, Table, many_slots, reduced, rows_of, static_index, tables
+from tests.dispatchers.layer import random_routing, random_rows, small_config
 
 # No tokens at all, and tokens that go nowhere.
 NO_TOKENS, NOWHERE = Table([], 2, 2, 1), Table([[-1, -1]] * 3, 2, 2, 4)
@@ -40,7 +43,7 @@ with_static = pytest.mark.parametrize(
 
 def index_of(table: Table, slack: int | None) -> SlotIndex:
     assume(table.keys or slack is None)
-    return table.index if slack is None else static_index(table, slack=slack)
+    return table.index if slack is None else static_index(table, slack)
 
 
 def poisoned(table: Table, values_R: Tensor) -> Tensor:
@@ -313,3 +316,130 @@ def test_bytes_are_copied_in_the_widest_words(width: int, stride: int, offset: i
     packets = torch.zeros(200, dtype=torch.uint8).as_strided((4, width), (stride, 1), offset)
     out = torch.empty(4, width, dtype=torch.uint8)
     assert [words.dtype for words in as_words(packets, out)] == [expected] * 2
+
+
+def bags_of(counts: list[int], seed: int) -> tuple[Tensor, Tensor]:
+    """Members and edges of bags, with members behind the last that belong to nobody."""
+    generator = torch.Generator().manual_seed(seed)
+    edges = torch.tensor([0, *counts]).cumsum(0)
+    return torch.randint(0, 9, (int(edges[-1]) + 4,), generator=generator), edges
+
+
+# bfloat16 has float32's range, but behind the least of its numbers it has no bits for a second and third part.
+NUMBERS = st.floats(-(2.0**66), 2.0**66, width=32).filter(lambda value: value == 0 or abs(value) > 1e-20)
+
+
+@FIXED
+@given(st.lists(NUMBERS, min_size=1, max_size=12))
+def test_three_parts_are_the_weight_exactly(weights: list[float]) -> None:
+    weights_N, members_N = torch.tensor(weights), torch.arange(len(weights))
+    members, edges, parts = in_bfloat16_parts(members_N, torch.arange(len(weights) + 1), weights_N)
+    sums = [parts[begin:end].double().sum().item() for begin, end in itertools.pairwise(edges)]
+    assert sums == weights_N.double().tolist()
+    counts = edges.diff()
+    assert members[: int(edges[-1])].tolist() == members_N.repeat_interleave(counts).tolist()
+    assert counts.min() >= 1
+    assert counts.max() <= 3
+
+
+def test_sums_of_parts_are_the_exact_sum_rounded() -> None:
+    """To a bfloat16 or its neighbour where the exact sum lies in the middle of two, up to the float32 of the sums."""
+    counts = torch.randint(0, 5, (240,), generator=torch.Generator().manual_seed(0)).tolist()
+    members_N, cu_S = bags_of(counts, 0)
+    rows, weights_N = rows_of(9, dtype=torch.bfloat16), rows_of(len(members_N), 1, seed=1).squeeze(1)
+    got = torch.empty(240, 6, dtype=torch.bfloat16)
+    bag(rows, *in_bfloat16_parts(members_N, cu_S, weights_N), got)
+    terms = rows.double().index_select(0, members_N) * weights_N.double().unsqueeze(1)
+    exact = torch.stack([terms[begin:end].sum(0) for begin, end in itertools.pairwise(cu_S)])
+    wrong = got != exact.bfloat16()
+    near = torch.stack([(exact * (1 + sign * 1e-6)).bfloat16() for sign in (-1, 1)])
+    assert (~wrong | (got == near).any(0)).all()
+    assert wrong.double().mean() < 0.01
+
+
+WEIGHTS = [1.0, 0.5, 1 + 2**-12, -0.3, 1e-6, 0.0, INF, NAN]
+
+
+@pytest.mark.parametrize("value", [INF, -INF, NAN, 3e38, 1.5])
+def test_what_is_infinite_stays_so(value: float) -> None:
+    """As the eager sums have it: parts that are 0 must not make NaN of an infinite row."""
+    table = Table([[0, 1]], 2, 2, 1)
+    rows = torch.tensor([[value] * 6, [1.0] * 6], dtype=torch.bfloat16)
+    for weight in WEIGHTS:
+        weights = torch.tensor([weight, 0.25])
+        wanted = reduced(TORCH, rows, table.index, weights)
+        got = reduced(STATIC["torch, fixed size"], rows, static_index(table), weights)
+        torch.testing.assert_close(got, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"] if INTERPRETED else ["torch"])
+@pytest.mark.parametrize("backend", ["local", "alltoall"])
+def test_a_graph_safe_dispatcher_with_this_permutation(name: str, backend: str) -> None:
+    routing = random_routing(6)
+    config = small_config(backend, graph_safe=True, max_tokens_per_rank=9, pad_multiple=4, permutation=name)
+    x = random_rows(6).requires_grad_()
+    dispatcher = build_dispatcher(config)
+    sent = dispatcher.dispatch(x, routing)
+    rows = sent.rows.masked_fill(padding_rows(sent).unsqueeze(1), NAN)
+    y = dispatcher.combine(rows, sent)
+    scale = routing.topk_weights.sum(1, keepdim=True)
+    torch.testing.assert_close(y, x * scale)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, scale.expand_as(x))
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("slack", [None, 0, 5])
+@FIXED
+@given(tables())
+def test_values_to_grouped_and_back(slack: int | None, table: Table) -> None:
+    """By the index whose size follows the keys, and by one of fixed size with slack behind the rows."""
+    assume(table.keys or slack is None)
+    index = table.index if slack is None else static_index(table, slack)
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in index.tensors() if tensor.numel()]
+    assert len({*addresses}) == len(addresses), "an operator must not return the same memory twice"
+    grouped: list[tuple[int, int] | None] = table.grouped()
+    grouped += [None] * (index.num_grouped - len(grouped))
+    values_SK = torch.arange(1.0, table.tensor.numel() + 1).view(-1, table.top_k)
+    values_SK = torch.where(table.has_no_key, NAN, values_SK)  # pairs without a key must not be read
+    values_R = index.to_grouped(values_SK)
+    assert values_R.tolist() == [0 if pair is None else float(values_SK[pair]) for pair in grouped]
+    poisoned_R = torch.tensor([NAN if pair is None else float(v) for pair, v in zip(grouped, values_R, strict=True)])
+    assert torch.equal(index.to_slots(poisoned_R), torch.where(table.has_no_key, 0, values_SK))
+    if slack is None:
+        assert torch.equal(index.in_row_order(values_SK), values_SK[~table.has_no_key])
+
+
+@FIXED
+@given(tables())
+def test_counts_of_keys(table: Table) -> None:
+    padded = [round_up(count, table.multiple) for count in table.counts]
+    for given_L in (None, torch.tensor(table.counts)):
+        index = group_slots(table.tensor, table.counts, table.multiple, real_L=given_L)
+        real_L, padded_L, on_the_host = index.tokens_per_key(CPU)
+        assert (real_L.tolist(), padded_L.tolist(), on_the_host) == (table.counts, padded, tuple(padded))
+        assert (padded_L is real_L) == (table.multiple == 1)
+        assert given_L is None or real_L is given_L
+
+
+@pytest.fixture
+def another_default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+def test_index_lies_where_its_keys_lie(another_default_device: None) -> None:
+    keys_SK = torch.tensor(EXAMPLE.keys, device="cpu")
+    index = group_slots(keys_SK, EXAMPLE.counts, EXAMPLE.multiple)
+    assert index.position_N is not None
+    assert {index.source_R.device.type, index.position_N.device.type, index.cu_S.device.type} == {"cpu"}
+    assert index.slot_N.tolist() == [1, 0, 3, 7, 6]
+    assert index.to_slots(index.to_grouped(keys_SK.double())).tolist() == [[1, 0], [0, 1], [0, 0], [2, 1]]
+
+
+@pytest.mark.parametrize(("value", "multiple", "expected"), [(0, 16, 0), (1, 16, 16), (16, 16, 16), (17, 16, 32)])
+def test_round_up(value: int, multiple: int, expected: int) -> None:
+    assert round_up(value, multiple) == expected

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,9 +13,17 @@ import pytest
 import torch
 
 from moe_dispatch._probing import Rejected, Usable
-from moe_dispatch.errors import BackendUnavailableError
-from moe_dispatch.permutation import TorchPermutation, group_slots, te_rows
+from moe_dispatch.errors import BackendUnavailableError, ConfigError
+from moe_dispatch.permutation import (
+    TorchPermutation,
+    choose_permutation,
+    group_slots,
+    known_permutations,
+    probe_permutation,
+    te_rows,
+)
 from moe_dispatch.permutation.te_rows import TransformerEnginePermutation, kernels_of, layout_problem, row_map
+from moe_dispatch.permutation.triton_rows import TritonPermutation
 from tests.backends.tables import EXAMPLE, FLOATS, rows_of
 from tests.backends.te_stand_in import RECORDED, VERSIONS, stand_in
 
@@ -207,3 +216,71 @@ def test_probe_takes_whatever_their_import_raises(error: type[Exception], packag
 def test_probe_imports_nothing_without_a_device(device_type: str, reason: str, package: Path) -> None:
     (package / "__init__.py").write_text("raise RuntimeError('it must not be imported')")
     assert TransformerEnginePermutation.probe(device_type) == Rejected(reason)
+
+
+Verdict = Usable | Rejected
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen() -> Iterator[None]:
+    choose_permutation.cache_clear()
+    yield
+    choose_permutation.cache_clear()
+
+
+Probes = Callable[..., None]
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> Probes:
+    """Decide what the probes of Triton and transformer-engine find. None must not be asked."""
+
+    def put(triton: Verdict | None, te: Verdict | None = None) -> None:
+        for implementation, verdict in ((TritonPermutation, triton), (TransformerEnginePermutation, te)):
+            found = (lambda _: pytest.fail("asked")) if verdict is None else (lambda _, verdict=verdict: verdict)
+            monkeypatch.setattr(implementation, "probe", found)
+
+    return put
+
+
+def test_known_names() -> None:
+    assert known_permutations() == ["torch", "triton", "te"]
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_torch_is_always_usable(device_type: str) -> None:
+    assert probe_permutation("torch", device_type) == Usable(version=torch.__version__)
+    assert choose_permutation("torch", device_type).name == "torch"
+
+
+def test_an_explicit_name_is_refused_with_the_reason(probes: Probes) -> None:
+    probes(Rejected("there is none"), Rejected("torch sees no CUDA device"))
+    with pytest.raises(
+        BackendUnavailableError,
+        match=r"^Permutation 'te' cannot be used here: torch sees no CUDA device\. "
+        r"Repair that, or choose one of: auto, torch\.$",
+    ):
+        choose_permutation("te", "cuda")
+
+
+def test_an_unknown_name_is_refused() -> None:
+    known = r"Known permutations: auto, torch, triton, te\."
+    with pytest.raises(ConfigError, match=rf"^Unknown permutation 'trition'\. {known} Did you mean 'triton'\?$"):
+        choose_permutation("trition", "cpu")
+
+
+def test_auto_is_torch_on_a_cpu_and_triton_on_a_gpu(probes: Probes) -> None:
+    probes(None)
+    assert choose_permutation("auto", "cpu").name == "torch"
+    pytest.importorskip("triton", reason="triton has wheels for Linux only")
+    probes(Usable(version="3.7.1"))
+    assert choose_permutation("auto", "cuda").name == "triton"
+
+
+def test_auto_says_once_why_it_is_not_triton(probes: Probes, caplog: pytest.LogCaptureFixture) -> None:
+    probes(Rejected("there is none"))
+    with caplog.at_level(logging.WARNING, "moe_dispatch"):
+        first = choose_permutation("auto", "cuda")
+        assert choose_permutation("auto", "cuda") is first
+    assert first.name == "torch"
+    assert caplog.messages == ["permutation=\"auto\": using 'torch', because 'triton' cannot be used: there is none."]

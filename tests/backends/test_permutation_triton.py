@@ -22,7 +22,7 @@ from tests.backends.tables import EXAMPLE
 installed = pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
 ROOT = Path(__file__).parents[2]
-SUITE = [f"tests/backends/test_{name}.py" for name in ("permutation_rows", "static_rows", "index_kernels")]
+SUITE = [f"tests/backends/test_{name}.py" for name in ("permutation_rows", "index_kernels")]
 SUITE += ["tests/balance/test_exact_kernels.py"]
 PAIRS = [  # dtypes of the rows that are read and of those that are written
     (torch.bfloat16, torch.bfloat16),

@@ -95,11 +95,7 @@ def __getattr__(name: str) -> None:
 
 
 ENTRY_POINTS: list[tuple[str, type[Exception], str]] = [
-    (
-        "no_such_package.at_all:Backend",
-        BackendUnavailableError,
-        r"Backend 'other' cannot be used here: its import raised ModuleNotFoundError: No module named 'no_such",
-    ),
+    ("no_such_package.at_all:Backend", BackendUnavailableError, "its import raised ModuleNotFoundError: No module"),
     ("no_such_package.at_all:Backend", ImportError, "choose one of: allgather, alltoall"),
     (f"{__name__}:Missing", BackendUnavailableError, "its import raised AttributeError"),
     (f"{__name__}:EndsTheProgram", BackendUnavailableError, "its import raised SystemExit: 2"),
@@ -117,13 +113,6 @@ def test_entry_points_that_cannot_be_used(value: str, kind: type[Exception], tex
         DispatcherConfig(backend="other", num_experts=2, top_k=1, hidden_size=4)
 
 
-def test_registered_backends(install: Install) -> None:
-    for _ in range(2):
-        assert register_backend(Ours) is Ours
-    assert load_backend("ours") is Ours
-    assert "ours" in known_backends()
-
-
 @pytest.mark.parametrize(
     ("refused", "text"),
     [
@@ -135,7 +124,7 @@ def test_registered_backends(install: Install) -> None:
     ],
 )
 def test_what_cannot_be_registered(refused: Any, text: str) -> None:
-    register_backend(Ours)
+    assert register_backend(Ours) is register_backend(Ours) is Ours
     before = known_backends()
     with pytest.raises(ConfigError, match=text):
         register_backend(refused)

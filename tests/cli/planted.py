@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class Planted(BackendOptions):
     """Right, so far."""
 
     name = "planted"
+    scale: ClassVar[float] = 1.0
+    most_rows: ClassVar[int] = 2**31
 
     def constraints(self, shape: MoEShape) -> Constraints:
         return dataclasses.replace(AllToAllOptions().constraints(shape), compilable=False)
@@ -35,18 +37,20 @@ class Planted(BackendOptions):
         return AllToAllOptions().capacity(shape)
 
     def open(self, context: BackendContext) -> Backend:
-        return PlantedBackend(context)
+        return PlantedBackend(context, self.scale, self.most_rows)
 
 
 class PlantedBackend(Backend):
-    """Hands everything on to ``alltoall``."""
+    """Scales weights, and hands everything on to ``alltoall`` unless there are too many rows."""
 
-    def __init__(self, context: BackendContext) -> None:
+    def __init__(self, context: BackendContext, scale: float = 1.0, most_rows: int = 2**31) -> None:
         super().__init__(context)
-        self.inner = AllToAllOptions().open(context)
+        self.inner, self.scale, self.most_rows = AllToAllOptions().open(context), scale, most_rows
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        return self.inner.dispatch(rows_TD, ids_TK, weights_TK, sizes)
+        if len(rows_TD) > self.most_rows:
+            raise ArithmeticError("planted in dispatch")
+        return self.inner.dispatch(rows_TD, ids_TK, self.scale * weights_TK, sizes)
 
     def refuse(self, device: torch.device) -> None:
         self.inner.refuse(device)
@@ -57,17 +61,7 @@ class Halved(Planted):
     """Combine loses half."""
 
     name = "halved"
-
-    def open(self, context: BackendContext) -> Backend:
-        return HalvedBackend(context)
-
-
-@final
-class HalvedBackend(PlantedBackend):
-    """Halves the weights of the rows."""
-
-    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        return super().dispatch(rows_TD, ids_TK, 0.5 * weights_TK, sizes)
+    scale = 0.5
 
 
 @final
@@ -75,19 +69,7 @@ class Raising(Planted):
     """Dispatch raises if there are more than 8 tokens."""
 
     name = "raising"
-
-    def open(self, context: BackendContext) -> Backend:
-        return RaisingBackend(context)
-
-
-@final
-class RaisingBackend(PlantedBackend):
-    """Refuses large dispatches."""
-
-    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        if len(rows_TD) > 8:
-            raise ArithmeticError("planted in dispatch")
-        return super().dispatch(rows_TD, ids_TK, weights_TK, sizes)
+    most_rows = 8
 
 
 @final

@@ -1,17 +1,24 @@
-"""Buffers of the vendor libraries: how large, and who decides that they grow."""
+"""Buffers of the vendor libraries: how large they are, what a first run sets, and how they go."""
 
 from __future__ import annotations
 
-import threading
+import gc
+import logging
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from moe_dispatch import Dispatcher, Routing, Rows, build_dispatcher
-from moe_dispatch.errors import InputError, PeerError
-from moe_dispatch_testing.emulation import emulated_deep_ep
-from tests.deep_ep_backends.conftest import Wrap
+from moe_dispatch.backends.deep_ep import library
+from moe_dispatch.errors import ConfigError, InputError, PeerError, StateError
+from moe_dispatch_testing.emulation import EmulatedAbort, emulated_deep_ep
+from tests.deep_ep_backends.conftest import Setting, Wrap
 from tests.deep_ep_backends.vendors import (
     HYBRID,
     RAGGED,
@@ -25,9 +32,8 @@ from tests.deep_ep_backends.vendors import (
     identity_and_close,
     names,
     on_dispatchers,
-    rank_of,
 )
-from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
+from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing, rank_of
 
 
 @pytest.mark.parametrize("size", [2, 16])
@@ -140,13 +146,260 @@ def test_a_mark_reaches_peers_before_they_make_buffers() -> None:
     assert isinstance(second, InputError)
 
 
-def test_a_rank_without_room_keeps_its_own_error(wrap: Wrap) -> None:
-    def opening(original: Any, *args: Any, **given: Any) -> None:
-        if threading.current_thread().name == "rank-1":
-            raise MemoryError("no room on this rank")
-        original(*args, **given)
+@pytest.mark.parametrize("backend", [V1, V25, HYBRID], ids=["v1", "v2.5", "hybrid"])
+def test_a_closed_backend_names_itself(backend: dict[str, Any]) -> None:
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config(backend), group)
+        x = torch.ones(4, 256, requires_grad=True)
+        sent = dispatcher.dispatch(x, random_routing(4))
+        y = dispatcher.combine(sent.rows, sent)
+        dispatcher.close()
+        dispatcher.close()
+        name = backend["name"]
+        with pytest.raises(StateError, match=f"must be open, got a closed one of backend '{name}'"):
+            dispatcher.dispatch(x, random_routing(4))
+        with pytest.raises(StateError, match=f"Backend '{name}': its buffers must be open, got a call after close"):
+            y.sum().backward()
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("backend", [V1, V2, RAGGED], ids=["v1", "v2", "ragged"])
+def test_two_dispatchers_of_different_sizes_side_by_side(backend: dict[str, Any]) -> None:
+    def body(group: Group) -> None:
+        narrow, wide = (
+            build_dispatcher(config(backend, num_experts=n, pad_multiple=m), group) for n, m in ((8, 1), (16, 16))
+        )
+        for rows in (5, 700):
+            identity(wide, rows + rank_of(group))
+            identity(narrow, rows)
+        narrow.close()
+        identity(wide, 9)
+        wide.close()
+
+    on_ranks(body, 2)
+
+
+def test_the_last_of_a_channel_frees_its_buffers(wrap: Wrap) -> None:
+    freed: list[int] = []
+
+    def destroying(original: Any, *args: Any) -> None:
+        freed.append(1)
+        original(*args)
+
+    wrap(buffer_class(V1), "destroy", destroying)
+
+    def body(group: Group) -> None:
+        one, two = (build_dispatcher(config(V1), group) for _ in range(2))
+        one.close()
+        assert not freed  # neither rank closes the other one before both have sent rows
+        identity(two, 3)
+        two.close()
+
+    on_ranks(body, 2)
+    assert len(freed) == 2
+
+
+def test_collected_without_close_says_so_and_leaves_the_buffers(caplog: pytest.LogCaptureFixture, wrap: Wrap) -> None:
+    alive: list[Any] = []
+
+    def opening(original: Any, buffer: Any, *args: Any, **given: Any) -> None:
+        original(buffer, *args, **given)
+        alive.append(weakref.ref(buffer))
 
     wrap(buffer_class(HYBRID), "__init__", opening)
-    results = outcomes(lambda group: build_dispatcher(config(HYBRID, max_tokens_per_rank=64), group), 2, seconds=1)
-    assert isinstance(results[1], MemoryError)
-    assert isinstance(results[0], Exception)
+    on_ranks(lambda group: identity(build_dispatcher(config(HYBRID, top_k=2), group), 3), 2)
+    gc.collect()
+    assert "was collected without close(): its buffers stay until the process ends" in caplog.text
+    assert len(alive) == 2
+    assert all(buffer() is not None for buffer in alive), "a destructor would free what peers have mapped"
+
+
+SCRIPT = """
+import os
+import torch
+import torch.distributed as dist
+from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+config = DispatcherConfig(
+    backend={"name": "hybridep", "emulate": True}, num_experts=4, top_k=1, hidden_size=16, wire_dtype="bfloat16"
+)
+dispatcher = build_dispatcher(config, dist.group.WORLD)
+sent = dispatcher.dispatch(torch.ones(2, 16), Routing(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)))
+dist.destroy_process_group()
+print(*os.listdir(os.environ["HYBRID_EP_CACHE_DIR"]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_may_end_without_close_and_leaves_no_folder_of_kernels(tmp_path: Path) -> None:
+    parent = tmp_path / "cache"
+    finished = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "HYBRID_EP_CACHE_DIR": str(parent)},
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert len(finished.stdout.split()) == 1, "the folder of this process"
+    assert not list(parent.iterdir())
+
+
+def test_emulation_is_announced_once_and_only_where_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    library.warn_once.cache_clear()
+
+    def body(group: Group) -> None:
+        for top_k in (1, 2):
+            build_dispatcher(config(HYBRID, top_k=top_k), group).close()
+        build_dispatcher(config({"name": "alltoall"}), group).close()
+
+    with caplog.at_level(logging.INFO, logger="moe_dispatch"):
+        on_ranks(body, 2)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [
+        "backend 'hybridep' runs on the emulation of deep_ep hybridep-94a9f8f: for tests, not for speed."
+    ]
+    assert "2 ranks, 2 ranks per NVLink domain (detected)" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="moe_dispatch"):
+        on_ranks(lambda group: build_dispatcher(config({**V1, "ranks_per_node": 2}), group).close(), 2)
+    assert "2 ranks, 2 ranks per node (configured), " in caplog.text
+    assert "and 0 of RDMA buffer per rank" in caplog.text
+
+
+def test_tensors_elsewhere_are_refused() -> None:
+    dispatcher = build_dispatcher(config(HYBRID))
+    x, routing = torch.ones(2, 256, device="meta"), random_routing(2)
+    with pytest.raises(
+        InputError,
+        match=r"x must be on cpu, got meta. Move x, or use another backend: .hybridep. takes no other device",
+    ):
+        dispatcher.dispatch(x, Routing(routing.topk_ids.to("meta"), routing.topk_weights.to("meta")))
+    dispatcher.close()
+    with pytest.raises(ConfigError, match="device must be one of cpu, got 'cuda'"):
+        build_dispatcher(config(HYBRID, device="cuda"))
+
+
+@pytest.fixture
+def no_network_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose network cards no GPU can drive. The library then refuses, unless it is told to go without."""
+    for backend in (V2, V25):
+        monkeypatch.setattr(buffer_class(backend), "has_gdaki", False)
+
+
+@pytest.mark.parametrize(("backend", "size"), [(V2, 2), (V25, 2), (V25, 1)], ids=["v2", "v2.5", "v2.5 alone"])
+def test_within_a_node_no_network_card_is_asked_for(backend: dict[str, Any], size: int, no_network_cards: None) -> None:
+    on_ranks(lambda group: identity_and_close(build_dispatcher(config(backend), group)), size)
+    assert "EP_DISABLE_GIN" not in os.environ
+
+
+@pytest.mark.parametrize("options", [{"ranks_per_node": 1}, {"gin_within_node": True}], ids=["across", "kept"])
+def test_missing_network_cards_are_named(options: dict[str, Any], no_network_cards: None) -> None:
+    fields = config({**V25, **options}, max_tokens_per_rank=8)
+    results = outcomes(lambda group: build_dispatcher(fields, group), 2)
+    text = "needs network cards that GPUs drive themselves .*got: deep_ep: NCCL GDAKI is unavailable .*EP_DISABLE_GIN=1"
+    for result in results:
+        with pytest.raises(ConfigError, match=text):
+            raise result
+
+
+def test_a_v2_that_asks_for_network_cards_within_a_node_is_named(wrap: Wrap) -> None:
+    """Before pull request 630 it does so whatever ``EP_DISABLE_GIN`` says."""
+
+    def refuse(*args: Any, **given: Any) -> None:
+        raise RuntimeError("NCCL GIN is unavailable")
+
+    wrap(buffer_class(V2), "__init__", refuse)
+    results = outcomes(lambda group: build_dispatcher(config(V2, max_tokens_per_rank=8), group), 2)
+    raises_everywhere(results, ConfigError, "even with EP_DISABLE_GIN=1", "Install a later version")
+
+
+def test_a_buffer_across_nodes_that_is_outgrown_keeps_its_queues(caplog: pytest.LogCaptureFixture) -> None:
+    def body(dispatcher: Dispatcher, rank: int) -> None:
+        for rows in (3, 600):
+            dispatcher.plan(like=torch.empty(rows, 256))
+
+    on_dispatchers(body, config({**V25, "ranks_per_node": 1}))
+    assert "is outgrown, and keeps its network queues until close(). Set max_tokens_per_rank" in caplog.text
+
+
+def test_the_emulated_v1_refuses_filled_memory() -> None:
+    def body(group: Group) -> None:
+        buffer_class(V1)(group, 128, explicitly_destroy=True)
+
+    raises_everywhere(outcomes(body, 2), EmulatedAbort, "fill_uninitialized_memory must be off in deterministic mode")
+
+
+@pytest.fixture
+def ids_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of v1 with another type of ids."""
+    monkeypatch.setattr(emulated_deep_ep("v1.2.1"), "topk_idx_t", torch.int32, raising=False)
+    monkeypatch.setattr(buffer_class(V1), "ids_dtype", torch.int32)
+
+
+def test_a_build_of_v1_with_ids_of_32_bits(ids_of_32_bits: None) -> None:
+    on_ranks(lambda group: identity_and_close(build_dispatcher(config(V1), group)), 2)
+
+
+@pytest.mark.parametrize("backend", [V2, V25], ids=["v2", "v2.5"])
+def test_an_estimate_without_a_bandwidth_names_num_sms(backend: dict[str, Any], wrap: Wrap) -> None:
+    """Across nodes the library divides by the speed that ``ibstat`` prints. Without ``ibstat`` it is 0."""
+    wrap(buffer_class(backend), "get_theoretical_num_sms", lambda original, *sizes: 1 // 0)
+    results = outcomes(lambda group: identity(build_dispatcher(config(backend), group), 3), 2)
+    raises_everywhere(results, ConfigError, "ibstat", "set the option num_sms, for example to 24")
+    on_ranks(lambda group: identity_and_close(build_dispatcher(config({**backend, "num_sms": 24}), group)), 2)
+
+
+@pytest.mark.parametrize(("num_sms", "warns"), [(4, True), (24, False), (132, True)])
+def test_a_suspicious_estimate_warns(num_sms: int, warns: bool, wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
+    """Without ``nvidia-smi nvlink -s`` the library takes its least number of SMs, or all."""
+    library.warn_once.cache_clear()
+    wrap(buffer_class(V25), "get_theoretical_num_sms", lambda original, *sizes: num_sms)
+    with caplog.at_level(logging.WARNING, logger="moe_dispatch"):
+        on_ranks(lambda group: identity_and_close(build_dispatcher(config(V25), group)), 2)
+    assert (f"deep_ep uses {num_sms} multiprocessors. It takes 4, or all" in caplog.text) == warns
+
+
+def test_no_kernel_reads_memory_of_a_handle_that_is_gone() -> None:
+    """HybridEP 34152ae keeps a number in pinned memory of its handle, which torch reuses while kernels read it."""
+
+    def body(dispatcher: Dispatcher, rank: int) -> None:
+        for _ in range(2):
+            x = torch.ones(4, 256, requires_grad=True)
+            sent = dispatcher.dispatch(x, random_routing(4, 0))
+            dispatcher.combine(sent.rows, sent).sum().backward()
+            del sent
+
+    on_dispatchers(body, config({**HYBRID, "emulate": "hybridep-34152ae"}))
+
+
+@pytest.mark.parametrize("backend", [{**HYBRID, "emulate": "hybridep-34152ae"}, HYBRID, RAGGED], ids=str)
+def test_buffers_of_one_process_share_their_kernels(backend: dict[str, Any], wrap: Wrap, variables: Setting) -> None:
+    """A new dispatcher is a new buffer, whose kernels would be compiled again, at 8 s each.
+
+    They lie in one folder, which the library is told by a variable while it makes a buffer.
+    """
+    compiled, counts, folders = buffer_class(backend).compilations, [], set()
+    compiled.clear()
+
+    def opening(original: Any, *args: Any, **given: Any) -> None:
+        folders.add(os.environ["HYBRID_EP_CACHE_DIR"])
+        original(*args, **given)
+
+    wrap(buffer_class(backend), "__init__", opening)
+    variables(HYBRID_EP_CACHE_DIR="elsewhere")
+    for top_k in (1, 2, 3):  # which is no part of a kernel
+        dispatcher = build_dispatcher(config(backend, top_k=top_k, hidden_size=512))
+        sent = dispatcher.dispatch(torch.ones(4, 512, requires_grad=True), random_routing(4, top_k=top_k))
+        dispatcher.combine(sent.rows, sent).sum().backward()
+        counts.append(len(compiled))
+        dispatcher.close()
+    assert counts[0] > 0
+    assert counts == counts[:1] * 3
+    (folder,) = folders
+    assert Path(folder).is_dir()
+    assert os.environ["HYBRID_EP_CACHE_DIR"] == "elsewhere"

@@ -10,7 +10,7 @@ import torch
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.backends.deep_ep.buffers import LibraryBackend
 from moe_dispatch_testing.emulation import emulated_deep_ep
-from tests.dispatchers.layer import Group, on_ranks, random_routing
+from tests.dispatchers.layer import Group, on_ranks, random_routing, rank_of
 
 Result = TypeVar("Result")
 
@@ -35,9 +35,9 @@ def config(backend: dict[str, Any], **fields: Any) -> DispatcherConfig:
     return DispatcherConfig(backend=backend, **{**sizes, **fields})
 
 
-def identity(dispatcher: Dispatcher, rows: int, *, seed: int = 0) -> None:
+def identity(dispatcher: Dispatcher, rows: int) -> None:
     """Rows out and back; numbers that bfloat16 holds exactly."""
-    routing = random_routing(rows, seed)
+    routing = random_routing(rows)
     x = torch.arange(rows * 256).view(rows, 256).remainder(64).float()
     sent = dispatcher.dispatch(x, Routing(routing.topk_ids, torch.ones(rows, 2)))
     torch.testing.assert_close(dispatcher.combine(sent.rows, sent), 2 * x)
@@ -47,10 +47,6 @@ def backend_of(dispatcher: Dispatcher) -> LibraryBackend:
     backend = dispatcher._channel.backend
     assert isinstance(backend, LibraryBackend)
     return backend
-
-
-def rank_of(group: Group) -> int:
-    return 0 if group is None else group.rank()
 
 
 def on_dispatchers(body: Callable[[Dispatcher, int], Result], config: DispatcherConfig, size: int = 2) -> list[Result]:

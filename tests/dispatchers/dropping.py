@@ -18,6 +18,7 @@ from tests.dispatchers.layer import NUM_EXPERTS, TOP_K, Group, local_part, rando
 NAN, TOKENS = float("nan"), 8
 # Source rank, token, expert: what is left of slots once an expert that a row names twice is one slot.
 Slot = tuple[int, int, int]
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -92,39 +93,26 @@ def load(tokens: Sequence[int], kind: str = "skewed", *, seed: int = 0, top_k: i
     return Load(tuple(ids), tuple(weights))
 
 
-@dataclass(frozen=True)
-class Result:
-    """By rank: y and the gradients of x and of the weights; and those of all experts."""
-
-    y: list[Tensor]
-    grad_x: list[Tensor]
-    grad_weights: list[Tensor]
-    grad_experts: Tensor
-
-
 def inputs(load: Load, rank: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """x, and the gradient that y receives."""
     count = len(load.ids[rank])
     return random_rows(count, seed=rank, dtype=dtype), random_rows(count, seed=rank + 50, dtype=dtype)
 
 
-def expected(load: Load, kept: set[Slot], weights_EDD: Tensor) -> Result:
+def expected(load: Load, kept: set[Slot], weights_EDD: Tensor) -> Tensors:
     """Every kept slot for itself, in float64."""
-    experts = weights_EDD.detach().clone().requires_grad_()
-    leaves, ys = [], []
-    for rank, ids in enumerate(load.ids):
-        x, weights = inputs(load, rank)[0].requires_grad_(), load.weights[rank].double().requires_grad_()
-        y = 0 * x
-        for token, of_token in enumerate(ids.tolist()):
-            for slot, expert in enumerate(of_token):
-                if (rank, token, expert) in kept:
-                    out = torch.tanh(x[token] @ experts[expert]) * weights[token, slot]
-                    y = y + torch.nn.functional.pad(out.unsqueeze(0), (0, 0, token, len(x) - token - 1))
-        leaves += [x, weights]
-        ys.append(y)
-    upstream = [inputs(load, rank)[1] for rank in range(load.size)]
-    grads = torch.autograd.grad(ys, [experts, *leaves], upstream, materialize_grads=True)
-    return Result([y.detach() for y in ys], list(grads[1::2]), list(grads[2::2]), grads[0])
+    is_kept = [
+        [(rank, token, expert) in kept for expert in of_token]
+        for rank, ids in enumerate(load.ids)
+        for token, of_token in enumerate(ids.tolist())
+    ]
+    given = [inputs(load, rank) for rank in range(load.size)]
+    x, upstream = (torch.cat(parts) for parts in zip(*given, strict=True))
+    leaves = {"x": x, "weights": torch.cat(load.weights).double(), "experts": weights_EDD.detach().clone()}
+    x, weights_NK, experts_EDD = (leaf.requires_grad_() for leaf in leaves.values())
+    outputs_NKD = torch.tanh(torch.einsum("nd,nkde->nke", x, experts_EDD[torch.cat(load.ids).clamp(min=0)]))
+    y = (outputs_NKD * torch.where(torch.tensor(is_kept), weights_NK, 0).unsqueeze(2)).sum(1)
+    return {"y": y.detach(), **dict(zip(leaves, torch.autograd.grad(y, [*leaves.values()], upstream), strict=True))}
 
 
 def apply_poisoned(sent: Dispatched, weights_LDD: Tensor) -> Tensor:
@@ -136,7 +124,7 @@ def apply_poisoned(sent: Dispatched, weights_LDD: Tensor) -> Tensor:
     return poison(torch.cat([*outputs, torch.full_like(slack, NAN)]), is_padding)
 
 
-def run_layer(dispatcher: Dispatcher, load: Load, weights_EDD: Tensor, group: Group) -> tuple[Tensor, ...]:
+def run_layer(dispatcher: Dispatcher, load: Load, weights_EDD: Tensor, group: Group) -> Tensors:
     """One rank's y, gradients of x, weights and its experts, and the real rows of each of them."""
     rank = 0 if group is None else group.rank()
     x, upstream = inputs(load, rank)
@@ -144,23 +132,17 @@ def run_layer(dispatcher: Dispatcher, load: Load, weights_EDD: Tensor, group: Gr
     sent = dispatcher.dispatch(x.requires_grad_(), Routing(load.ids[rank], weights))
     y = dispatcher.combine(apply_poisoned(sent, experts), sent)
     y.backward(upstream)
-    grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (x, weights, experts)]
-    return y.detach(), *grads, sent.real_tokens_per_expert
+    leaves = {"x": x, "weights": weights, "experts": experts}
+    grads = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+    return {"y": y.detach(), **grads, "real": sent.real_tokens_per_expert}
 
 
-def collected(results: list[tuple[Tensor, ...]]) -> Result:
-    y, grad_x, grad_weights, grad_experts, _ = (list(parts) for parts in zip(*results, strict=True))
-    return Result(y, grad_x, grad_weights, torch.cat(grad_experts))
-
-
-def expect_same(got: Result, wanted: Result) -> None:
+def expect_same(results: list[Tensors], wanted: Tensors) -> None:
     """Equal up to rounding in float64; the gradient of a weight, which is float32, up to that. Zeros are zeros."""
-    pairs = [*zip(got.y, wanted.y, strict=True), *zip(got.grad_x, wanted.grad_x, strict=True)]
-    for mine, theirs in [*pairs, (got.grad_experts, wanted.grad_experts)]:
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-        assert not mine[theirs == 0].any()
-    for mine, theirs in zip(got.grad_weights, wanted.grad_weights, strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=1e-6, atol=1e-6)
+    for name, theirs in wanted.items():
+        mine = torch.cat([result[name] for result in results])
+        tolerance = 1e-6 if name == "weights" else 1e-12
+        torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=tolerance)
         assert not mine[theirs == 0].any()
 
 

@@ -57,10 +57,14 @@ def apply_experts(sent: Dispatched, weights_LDD: Tensor) -> Tensor:
     return torch.cat([torch.tanh(part @ weights) for part, weights in zip(parts, weights_LDD, strict=True)])
 
 
+def rank_of(group: Group) -> int:
+    return 0 if group is None else group.rank()
+
+
 def local_part(weights_EDD: Tensor, group: Group) -> Tensor:
     """This rank's experts, a leaf of its own."""
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    return weights_EDD.chunk(size)[rank].clone().requires_grad_()
+    size = 1 if group is None else group.size()
+    return weights_EDD.chunk(size)[rank_of(group)].clone().requires_grad_()
 
 
 def cut_layer(
@@ -69,7 +73,7 @@ def cut_layer(
     """Output and gradients of all tokens and experts, in global order, where rank r has ``cut[r]`` of the tokens."""
 
     def body(group: Group) -> dict[str, Tensor]:
-        rank = 0 if group is None else group.rank()
+        rank = rank_of(group)
         dispatcher, mine = build_dispatcher(config, group), local_part(weights_EDD, group)
         x = x_TD.split(cut)[rank].clone().requires_grad_()
         topk_weights = way.topk_weights.split(cut)[rank].clone().requires_grad_()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from moe_dispatch.backends import (
     registry,
 )
 from moe_dispatch.backends.local import LocalOptions
-from moe_dispatch.errors import BackendUnavailableError, ConfigError, PeerError, StateError
+from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError, PeerError, StateError
 from moe_dispatch_testing.ranks import thread_group
 from tests.dispatchers.layer import (
     HIDDEN,
@@ -97,67 +98,37 @@ def test_what_is_no_config_is_not_taken_for_one() -> None:
             build_dispatcher(config)
 
 
-class Eager(BackendOptions):
-    """A backend without a static path."""
+class Odd(BackendOptions):
+    """``local`` with other needs. It may fail in a method on rank 1, as a missing library or too small a GPU would."""
 
-    name = "eager"
-
-    def constraints(self, shape: MoEShape) -> Constraints:
-        return Constraints()
-
-    def open(self, context: BackendContext) -> Backend:
-        raise AssertionError("refused before")
-
-
-class Needy(Eager):
-    """``local`` with other needs."""
-
-    name = "needy"
+    name = "odd"
     needs: ClassVar[dict[str, Any]] = {}
-
-    def constraints(self, shape: MoEShape) -> Constraints:
-        return replace(LocalOptions().constraints(shape), **self.needs)
-
-    def open(self, context: BackendContext) -> Backend:
-        return LocalOptions().open(context)
-
-
-class Fragile(Eager):
-    """Fails in one of its methods, on rank 1, as a missing library or too small a GPU would."""
-
-    name = "fragile"
     fails_in: ClassVar[str] = ""
 
     def probe(self) -> Usable | Rejected:
-        if self.fails_in == "probe" and _rank() == 1:
-            return Rejected(reason="no GPU is in sight")
-        return Usable(version="1")
+        return Rejected(reason="no GPU is in sight") if self._fails("probe") else Usable(version="1")
 
     def constraints(self, shape: MoEShape) -> Constraints:
-        self._fail("constraints")
-        return Constraints()
+        if self._fails("constraints"):
+            raise RuntimeError("no luck in constraints")
+        return replace(LocalOptions().constraints(shape), group_sizes=None, **self.needs)
 
     def open(self, context: BackendContext) -> Backend:
-        self._fail("open")
+        if self._fails("open"):
+            raise RuntimeError("no luck in open")
         return LocalOptions().open(context)
 
-    def _fail(self, method: str) -> None:
-        if method == self.fails_in and _rank() == 1:
-            raise RuntimeError(f"no luck in {method}")
-
-
-def _rank() -> int:
-    return int(threading.current_thread().name.removeprefix("rank-"))
+    def _fails(self, method: str) -> bool:
+        return method == self.fails_in and threading.current_thread().name == "rank-1"
 
 
 @pytest.fixture(autouse=True)
-def own_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register the backends of this file; what a test sets on their classes is taken back."""
+def odd_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register the backend of this file; what a test sets on its class is taken back."""
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
-    for options in (Eager, Needy, Fragile):
-        register_backend(options)
-    monkeypatch.setattr(Needy, "needs", {})
-    monkeypatch.setattr(Fragile, "fails_in", "")
+    register_backend(Odd)
+    monkeypatch.setattr(Odd, "needs", {"graph_safe": False})
+    monkeypatch.setattr(Odd, "fails_in", "")
 
 
 TWO_LEVELS = {"name": "alltoall", "levels": 2, "ranks_per_node": 2}
@@ -175,7 +146,7 @@ RULES: list[tuple[int, dict[str, Any], str]] = [
     (2, {**SAFE, "backend": TWO_LEVELS}, "levels=2 has no exchange of fixed size; levels=1 would work."),
     (2, {"backend": "allgather", "wire_dtype": "bfloat16"}, "one of None, 'float8_e4m3fn', 'mxfp8', got 'bfloat16'"),
     (1, MAX_ROWS, "Backend 'alltoall': at most 64 rows per rank fit, got 80"),
-    (2, {**SAFE, "backend": "eager"}, "graph_safe is not possible: it has no static path. Set graph_safe=False"),
+    (2, {**SAFE, "backend": "odd"}, "graph_safe is not possible: it has no static path. Set graph_safe=False"),
     (2, {**SAFE, "backend": EXACT}, 'graph_safe is not possible: reduction="exact" brings back'),
     (1, {**BY_POSITION, "backend": "local"}, f"Backend 'local': {NO_POSITION}"),
     (2, {**BY_POSITION, "backend": "allgather"}, f"Backend 'allgather': {NO_POSITION}"),
@@ -210,17 +181,17 @@ def test_a_group_whose_ranks_disagreed_can_still_be_used() -> None:
 
 
 def test_backend_that_cannot_run_on_one_rank() -> None:
-    Fragile.fails_in = "probe"
-    results = outcomes(lambda group: build_dispatcher(small_config("fragile", num_experts=9), group), 3)
-    told = "Backend 'fragile' cannot be used here: no GPU is in sight"
+    Odd.fails_in = "probe"
+    results = outcomes(lambda group: build_dispatcher(small_config("odd", num_experts=9), group), 3)
+    told = "Backend 'odd' cannot be used here: no GPU is in sight"
     raises_everywhere([results[1]], BackendUnavailableError, told, "choose one of: allgather, alltoall, ")
     raises_everywhere([results[0], results[2]], PeerError, f"rank 1 refused: {told}")
 
 
 @pytest.mark.parametrize("method", ["constraints", "open"])
 def test_backend_that_fails_to_open_on_one_rank(method: str) -> None:
-    Fragile.fails_in = method
-    results = outcomes(lambda group: build_dispatcher(small_config("fragile", num_experts=9), group), 3)
+    Odd.fails_in = method
+    results = outcomes(lambda group: build_dispatcher(small_config("odd", num_experts=9), group), 3)
     assert f"no luck in {method}" in str(results[1])
     raises_everywhere([results[0], results[2]], PeerError, "rank 1 refused: ", f"no luck in {method}")
 
@@ -259,14 +230,32 @@ def test_control_group_of_other_ranks() -> None:
 
 def test_unfit_dtype_and_device_of_a_backend_are_refused() -> None:
     only = {"dtypes": frozenset({torch.bfloat16}), "devices": frozenset({"cuda"})}
-    Needy.needs = {**only, "wire_dtypes": frozenset()}
+    Odd.needs = {**only, "wire_dtypes": frozenset()}
     with pytest.raises(ConfigError, match="device must be one of cuda, got 'cpu'"):
-        build_dispatcher(small_config("needy", device="cpu"))
-    dispatcher = build_dispatcher(small_config("needy", pad_multiple=3))
+        build_dispatcher(small_config("odd", device="cpu"))
+    dispatcher = build_dispatcher(small_config("odd", pad_multiple=3))
     with pytest.raises(ValueError, match=r"x must be torch.bfloat16, got torch.float32. Convert x"):
         dispatcher.dispatch(random_rows(2), random_routing(2))
     with pytest.raises(ValueError, match="x must be on cuda, got cpu"):
         dispatcher.dispatch(random_rows(2, dtype=torch.bfloat16), random_routing(2))
+    configured = build_dispatcher(small_config("local", device="cuda"))
+    with pytest.raises(ValueError, match=r"x must be on cuda, got cpu\..*change config\.device"):
+        configured.dispatch(random_rows(2), random_routing(2))
+
+
+def test_a_backend_without_a_backward_is_for_inference() -> None:
+    Odd.needs = {"differentiable": False}
+    dispatcher, x, way = build_dispatcher(small_config("odd")), random_rows(5), random_routing(5)
+    sent = dispatcher.dispatch(x, way)
+    calls: dict[str, Callable[[], object]] = {
+        "dispatch": lambda: dispatcher.dispatch(x.clone().requires_grad_(), way),
+        "again": lambda: dispatcher.dispatch(x.clone().requires_grad_(), again=sent),
+        "combine": lambda: dispatcher.combine(sent.rows.clone().requires_grad_(), sent),
+    }
+    for verb, call in calls.items():
+        told = f"Dispatcher.{verb.replace('again', 'dispatch')}: backend 'odd' has no backward as configured, and"
+        with pytest.raises(InputError, match=f"{told} tensors require grad. Call it under torch.no_grad"):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -278,10 +267,10 @@ def test_unfit_dtype_and_device_of_a_backend_are_refused() -> None:
 )
 def test_a_backend_that_only_widens_is_refused(needs: dict[str, Any], way_out: dict[str, Any], told: str) -> None:
     """No backend of this package takes a quantised wire without the rest; one of another package may."""
-    Needy.needs = needs
+    Odd.needs = needs
     sizes: dict[str, Any] = {"hidden_size": 32, "pad_multiple": 32}
-    config = small_config("needy", wire_dtype="mxfp8", grad_wire_dtype="mxfp8", deliver="quantised", **sizes)
-    with pytest.raises(ConfigError, match=f"Backend 'needy': {told}"):
+    config = small_config("odd", wire_dtype="mxfp8", grad_wire_dtype="mxfp8", deliver="quantised", **sizes)
+    with pytest.raises(ConfigError, match=f"Backend 'odd': {told}"):
         build_dispatcher(config)
     build_dispatcher(config.replace(**way_out))
 

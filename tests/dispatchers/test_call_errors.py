@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_dispatch import BSHD, THD, Dispatched, Dispatcher, Plan, Routing, Rows, build_dispatcher
 from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.dispatchers import run_in_chunks
-from moe_dispatch.errors import InputError, LayoutError, PeerError, StateError
+from moe_dispatch.errors import InputError, LayoutError, StateError
 from moe_dispatch_testing import count_collectives
 from tests.dispatchers.layer import (
     BACKENDS,
@@ -24,9 +24,7 @@ from tests.dispatchers.layer import (
     caught,
     identity_round,
     on_ranks,
-    outcomes,
     raises_everywhere,
-    refused,
     small_config,
 )
 from tests.dispatchers.layer import random_routing as routing
@@ -130,14 +128,6 @@ def test_nan_weight_of_a_skipped_slot_is_no_error() -> None:
     dispatcher, first = build_dispatcher(small_config("local", debug=True)), torch.tensor([0])
     sent = dispatcher.dispatch(X, Routing(IDS.index_fill(1, first, -1), WEIGHTS.index_fill(1, first, NAN)))
     torch.testing.assert_close(dispatcher.combine(sent.rows, sent), X * WEIGHTS[:, 1:])
-
-
-@pytest.mark.parametrize(("backend", "size"), BACKENDS)
-def test_tensors_on_another_device_than_configured(backend: str, size: int) -> None:
-    def body(group: Group) -> None:
-        build_dispatcher(small_config(backend, device="cuda"), group).dispatch(X, WAY)
-
-    refused(body, size, InputError, "x must be on cuda, got cpu", "change config.device")
 
 
 @pytest.mark.parametrize(("backend", "size"), BACKENDS)
@@ -301,17 +291,3 @@ def test_a_call_without_a_layout_is_refused_where_none_is_inferred() -> None:
     for plan in given:
         assert int(dispatcher.dispatch(X, WAY, plan).real_tokens_per_expert.sum()) == 4
     dispatcher.self_test()
-
-
-def test_peers_hear_of_the_rank_that_got_no_layout() -> None:
-    """On alltoall the exchange of counts carries the refusal."""
-
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(small_config(infer_layout=False), group, name=f"rank {group.rank()}")
-        dispatcher.dispatch(X, WAY, None if group.rank() else Rows())
-
-    told = outcomes(body, 2)
-    text = "Dispatcher.dispatch: a plan or a layout must be given"
-    raises_everywhere(told[:1], PeerError, f"rank 1 refused: {text}")
-    raises_everywhere(told[1:], LayoutError, text)
-    assert told[1].__notes__ == ["In the dispatcher 'rank 1'."]

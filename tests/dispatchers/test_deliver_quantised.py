@@ -18,7 +18,6 @@ from moe_dispatch.types import QuantisedRows
 from tests.dispatchers.layer import (
     Group,
     by_operators,
-    cut_layer,
     doubled,
     expert_weights,
     local_part,
@@ -41,28 +40,19 @@ TWO_LEVELS = {**ALLTOALL, "levels": 2, "ranks_per_node": 2}
 FORMS: list[tuple[Any, int, RecipeName, dict[str, Any]]] = [
     ("local", 1, MXFP8, EAGER),
     ("local", 1, FLOAT8, SAFE),
-    ("alltoall", 1, FLOAT8, EAGER),
-    ("alltoall", 2, MXFP8, SAFE),
+    ("alltoall", 2, FLOAT8, SAFE),
     ("alltoall", 4, MXFP8, EAGER),
-    ("alltoall", 4, FLOAT8, SAFE),
-    ("allgather", 1, MXFP8, SAFE),
     ("allgather", 2, FLOAT8, EAGER),
-    ("allgather", 4, MXFP8, EAGER),
-    ("allgather", 4, FLOAT8, SAFE),
+    ("allgather", 4, MXFP8, SAFE),
     ({**ALLTOALL, "reduction": "exact"}, 4, MXFP8, EAGER),
     (TWO_LEVELS, 4, FLOAT8, EAGER),
     ({**TWO_LEVELS, "reduction": "exact"}, 4, MXFP8, EAGER),
-    ({"name": "deepep", "emulate": "v1.2.1"}, 2, FLOAT8, EAGER),
     ({"name": "deepep", "emulate": "v1.2.1"}, 2, MXFP8, SAFE),
-    ({"name": "deepep", "emulate": "v2-2.1.0"}, 2, MXFP8, EAGER),
-    ({"name": "deepep", "emulate": "v2-2.1.0"}, 2, FLOAT8, SAFE),
-    (V2, 2, FLOAT8, EAGER),
+    ({"name": "deepep", "emulate": "v2-2.1.0"}, 2, FLOAT8, EAGER),
     ({**V2, "expand": True, "deterministic": False}, 2, MXFP8, EAGER),
-    ({**V2, "expand": True, "deterministic": False}, 2, FLOAT8, SAFE),
     ({**V2, "ranks_per_node": 1, "deterministic": False}, 2, MXFP8, SAFE),
     ({"name": "hybridep", "emulate": "hybridep-34152ae"}, 2, FLOAT8, SAFE),
     ({"name": "hybridep", "emulate": "hybridep-746"}, 2, MXFP8, EAGER),
-    ({"name": "hybridep", "emulate": "hybridep-746"}, 2, FLOAT8, SAFE),
 ]
 
 
@@ -104,35 +94,6 @@ def _expect(found: QuantisedRows | None, rows_RD: Tensor, counts: Tensor, real: 
         assert torch.equal(_bits(found.scales[some]), _bits(scales[some]))
         assert found.values[start + count : end].float().eq(0).all()
         assert got_scales[start + count : end].eq(one).all()
-
-
-@pytest.mark.parametrize(
-    ("backend", "way_in"),
-    [("local", "operators"), ("alltoall", "asynchronous"), ("alltoall", "operators"), ("allgather", "eager")],
-)
-def test_gradients_flow_through_the_edge(backend: str, way_in: str) -> None:
-    size = 1 if backend == "local" else 2
-
-    def body(group: Group) -> None:
-        x, way = _inputs(group, size)
-        x.requires_grad_()
-        dispatcher = build_dispatcher(_config(backend, "mxfp8"), group)
-
-        def layer(x: Tensor) -> Tensor:
-            sent = dispatcher.dispatch(x, way, async_op=way_in == "asynchronous").wait()
-            again = dispatcher.dispatch(3 * x, again=sent)
-            return dispatcher.combine(doubled(sent.quantised), sent) + dispatcher.combine(
-                doubled(again.quantised), again
-            )
-
-        y = by_operators(layer, x) if way_in == "operators" else layer(x)
-        y.sum().backward()
-        share = torch.where(way.topk_ids < 0, 0, way.topk_weights).sum(1, keepdim=True)
-        assert x.grad is not None
-        torch.testing.assert_close(x.grad, (8 * share).to(x.dtype).expand_as(x), rtol=0.02, atol=0)
-        torch.testing.assert_close(y.float(), 8 * share * x.float(), rtol=0.1, atol=0.5)
-
-    on_ranks(body, size)
 
 
 class _Last(torch.autograd.Function):
@@ -188,18 +149,6 @@ def test_rows_have_the_bits_of_rows_that_are_quantised_after_dispatch(
     on_ranks(body, size)
 
 
-@pytest.mark.parametrize(("backend", "size", "recipe", "fields"), [FORMS[10], FORMS[12], FORMS[18]])
-def test_rows_that_are_widened_on_reading_give_the_bits_of_delivered_rows(
-    backend: Any, size: int, recipe: RecipeName, fields: dict[str, Any]
-) -> None:
-    """Also where combine multiplies by the weights, on backends whose scenarios of the kit are slow."""
-    x_TD, grad_TD = (random_rows(TOKENS, HIDDEN, seed=seed, dtype=torch.bfloat16) for seed in (0, 5))
-    config = _config(backend, recipe, grad_wire_dtype=recipe)
-    inputs = CUTS[size], x_TD, random_routing(TOKENS), grad_TD, EXPERTS
-    delivered, expected = cut_layer(config, *inputs), cut_layer(config.replace(deliver="rows"), *inputs)
-    assert all(torch.equal(delivered[name], expected[name]) for name in expected)
-
-
 def test_only_the_gradient_that_combine_sent_back_is_quantised() -> None:
     """None where something lies between the GEMM and combine, or where the gradient was not asked for."""
 
@@ -234,10 +183,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"wire_dtype": "bfloat16"}, "needs wire_dtype 'float8_e4m3fn' or 'mxfp8', got 'bfloat16'"),
     ({"wire_dtype": MXFP8, "pad_multiple": 16}, "for mxfp8 need pad_multiple to be a multiple of 32, got 16"),
     ({"wire_dtype": FLOAT8, "pad_multiple": 32}, "need pad_multiple to be a multiple of 128, got 32"),
-    (
-        {"wire_dtype": MXFP8, "pad_multiple": 32, "grad_wire_dtype": FLOAT8},
-        r"must be None or the quantised wire_dtype, got 'float8_e4m3fn' beside wire_dtype='mxfp8'",
-    ),
+    ({"wire_dtype": MXFP8, "pad_multiple": 32, "grad_wire_dtype": FLOAT8}, "None or the quantised wire_dtype, got"),
 ]
 
 

@@ -179,20 +179,14 @@ def _any(value: object) -> Any:
 
 ONES = torch.ones(8, 16, 8)
 WRONG: list[tuple[Callable[[Dispatched], Any], str]] = [
-    (
-        lambda sent: sent.grouped_mm(sent.rows, torch.ones(9, 16, 8)),
-        r"rows must be floating \(R=18, D\) and weights \(L=8, D, H\) .*\(9, 16, 8\)\. Pass the matrices",
-    ),
+    (lambda sent: sent.grouped_mm(sent.rows, torch.ones(9, 16, 8)), r"rows must be .*\(9, 16, 8\)\. Pass the matrices"),
     (lambda sent: sent.grouped_mm(sent.rows, ONES.mT), r"\(8, 8, 16\)\. nn\.Linear .*transpose"),
     (lambda sent: sent.grouped_mm(sent.rows, _any(nn.Linear(16, 8))), "weights must be a Tensor, got Linear"),
     (lambda sent: sent.per_expert(_any(nn.Linear(16, 8))), "one function for each of 8 experts, .* got one L"),
     (lambda sent: sent.per_expert(_any([lambda rows: None] * 8)), "must return tensors, got NoneType"),
     (lambda sent: sent.grouped_mm(sent.rows, ONES[0]), r"got torch\.float32 \(18, 16\) and"),
     (lambda sent: sent.grouped_mm(torch.ones(9, 16), ONES), r"\(R=18, D\).*\(9, 16\)"),
-    (
-        lambda sent: sent.grouped_mm(sent.rows, ONES.bfloat16()),
-        r"same dtype, got torch\.float32 .* and torch\.bfloat16",
-    ),
+    (lambda sent: sent.grouped_mm(sent.rows, ONES.bfloat16()), r"same dtype, got .*float32 .* and .*bfloat16"),
     (lambda sent: sent.per_expert(nn.ModuleList([nn.Identity()])), r"Dispatched\.per_expert: got 1"),
 ]
 

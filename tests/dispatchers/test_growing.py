@@ -1,27 +1,32 @@
-"""What was needed, making room for it, running a step again until it fits, and the counters that tell it."""
+"""At capacity and above: what is dropped and who hears of it, what was needed, making room, running a step again."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
-from moe_dispatch import Dispatcher, Routing, build_dispatcher
-from moe_dispatch.backends import MoEShape
-from moe_dispatch.backends.capacity import balanced_pair_rows, balanced_rows
+from moe_dispatch import Dispatcher, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.errors import CapacityError, ConfigError, InputError, StateError
+from moe_dispatch_testing import run_processes
 from moe_dispatch_testing.ranks import thread_group
-from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
+from tests.dispatchers.dropping import Load, apply_poisoned, expect_same, expected, load, run_layer, safe_config
 from tests.dispatchers.layer import (
+    NUM_EXPERTS,
+    TOP_K,
     Group,
     expert_weights,
+    local_part,
     on_ranks,
+    raises_everywhere,
     random_routing,
     random_rows,
     small_config,
@@ -84,7 +89,7 @@ def test_required_factors_are_enough_and_so_is_growing(
         return result, required, room_of(by_factors), grown
 
     results = on_ranks(body, size)
-    expect_same(collected([result[0] for result in results]), expected(mine, set(mine.slots()), WEIGHTS))
+    expect_same([result[0] for result in results], expected(mine, set(mine.slots()), WEIGHTS))
     (rows, pair_rows), has_pairs = mine.demand(), backend == "alltoall"
     for _, required, by_factors, grown in results:
         assert (required.rows, required.overflowed) == (rows, True)
@@ -95,19 +100,6 @@ def test_required_factors_are_enough_and_so_is_growing(
     (told,) = caplog.messages
     assert "a dispatch must need at most 2 rows of a rank's experts" in told
     assert re.search(rf"Growing it to Capacity\(rows={grown.rows}, .*pair_rows={grown.pair_rows}\)", told)
-
-
-def test_factors_survive_rounding() -> None:
-    """A quotient that is rounded, times what it was divided by, is rounded once more."""
-    exact = 0
-    for most in range(1, 300, 7):
-        sized = MoEShape(num_experts=60, top_k=3, hidden_size=8, ep_size=4, pad_multiple=1, max_tokens_per_rank=most)
-        for balanced in (balanced_rows(sized), balanced_pair_rows(sized)):
-            for rows in range(1, 4 * most, 1 + most // 9):
-                got = math.ceil(rows / balanced * balanced)
-                assert rows <= got <= rows + 1
-                exact += got == rows
-    assert exact > 700
 
 
 @pytest.mark.parametrize("backend", ["local", "alltoall"])
@@ -245,3 +237,272 @@ def test_the_first_call_is_refused_while_it_is_captured(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(StateError, match=r"run a call of each layer once before a CUDA graph captures it"):
         Meter(2, 2).prepare(torch.device("cuda"))
+
+
+ROWS = 8
+SEED = 3
+
+
+class Model:
+    """Two layers with dropout between them; the second sends what the first gave rows that are not 0, to two experts.
+
+    So it needs little while the first drops, and twice as much as the first once that drops nothing.
+    """
+
+    def __init__(self, configs: Sequence[DispatcherConfig], group: Group, *, dropout: float) -> None:
+        rank = 0 if group is None else group.rank()
+        self.dropout = dropout
+        self.layers = [build_dispatcher(config, group) for config in configs]
+        self.experts = [local_part(expert_weights(seed=seed), group) for seed in (1, 2)]
+        self.x = random_rows(ROWS, seed=rank).requires_grad_()
+        self.weights = torch.linspace(0.1, 0.9, ROWS * 2).view(ROWS, 2).requires_grad_()
+        self.runs = 0
+
+    def step(self) -> Tensor:
+        """Forward and backward, from scratch each time."""
+        self.runs += 1
+        for leaf in self.leaves:
+            leaf.grad = None
+        ids = torch.arange(ROWS).unsqueeze(1) + torch.tensor([0, 4])
+        y = self.layer(0, self.x, torch.where(torch.tensor([True, False]), ids, -1))
+        arrived = (y.detach() != 0).any(1, keepdim=True)
+        y = torch.nn.functional.dropout(y, self.dropout)
+        y = self.layer(1, y, torch.where(arrived, ids % 8, -1))
+        y.square().sum().backward()
+        return y.detach()
+
+    def layer(self, at: int, x: Tensor, ids: Tensor) -> Tensor:
+        sent = self.layers[at].dispatch(x, Routing(ids, self.weights))
+        return self.layers[at].combine(apply_poisoned(sent, self.experts[at]), sent)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.x, self.weights, *self.experts]
+
+    def outcome(self, run: Callable[[], Tensor]) -> list[Tensor]:
+        """y, the gradients, and where there is dropout the state of the generator afterwards."""
+        if self.dropout:  # it belongs to the process, which ranks that are threads share
+            torch.manual_seed(SEED)
+        y = run()
+        grads = [torch.empty(0) if leaf.grad is None else leaf.grad for leaf in self.leaves]
+        return [y, *grads, *([torch.get_rng_state()] if self.dropout else [])]
+
+
+def retried(config: DispatcherConfig, group: Group, *, headroom: float, dropout: float, apart: bool = False) -> int:
+    """Run a model of small room, compare it in every bit with one of enough, and say how often the step ran."""
+    configs = [config, config.replace(pad_multiple=4) if apart else config]
+    worst = [with_worst_room(config) for config in configs]
+    model, roomy = (Model(which, group, dropout=dropout) for which in (configs, worst))
+    retry = model.outcome(lambda: model.layers[0].retry_on_overflow(model.step, model.layers[1], headroom=headroom))
+    assert not any(layer.check().overflowed for layer in model.layers)
+    again = model.outcome(model.step)  # with the room that it has now from the start
+    for mine, same, theirs in zip(retry, again, roomy.outcome(roomy.step), strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(mine, same)
+    return model.runs - 1
+
+
+def with_worst_room(config: DispatcherConfig) -> DispatcherConfig:
+    return config.replace(backend=config.backend_name, capacity_factor="worst", on_overflow=None)
+
+
+def config_of(backend: str, size: int, *, rows: int = 1, on_overflow: str = "drop") -> DispatcherConfig:
+    pair_rows = {"pair_rows": 1} if backend == "alltoall" and rows == 1 else {}
+    return safe_config(backend, size=size, rows=rows, on_overflow=on_overflow, **pair_rows)
+
+
+# The first run shows what the first layer needs, 8 rows; the second what the second layer needs, 16.
+AS_NEEDED, TWICE, FIRST_FITS, ALL_FIT = (1, 1.0, 3), (1, 2.0, 2), (8, 1.0, 2), (16, 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "rows", "headroom", "runs", "on_overflow"),
+    [
+        ("local", 1, *AS_NEEDED, "raise"),
+        ("local", 1, *ALL_FIT, "drop"),
+        ("allgather", 1, *TWICE, "drop"),
+        ("alltoall", 1, *FIRST_FITS, "raise"),
+        ("allgather", 4, *AS_NEEDED, "drop"),
+        ("alltoall", 4, *AS_NEEDED, "raise"),
+        ("alltoall", 4, *TWICE, "drop"),
+    ],
+)
+def test_a_retried_step_has_the_bits_of_one_that_fits(
+    backend: str, size: int, rows: int, headroom: float, runs: int, on_overflow: str
+) -> None:
+    config = config_of(backend, size, rows=rows, on_overflow=on_overflow)
+    dropout = 0.3 if size == 1 else 0.0
+    assert on_ranks(lambda group: retried(config, group, headroom=headroom, dropout=dropout), size) == [runs] * size
+
+
+@pytest.mark.parametrize(("backend", "size"), [("local", 1), ("allgather", 4), ("alltoall", 4)])
+def test_channels_that_a_step_uses(backend: str, size: int) -> None:
+    config = config_of(backend, size)
+    assert on_ranks(lambda group: retried(config, group, headroom=1, dropout=0, apart=True), size) == [3] * size
+
+
+def test_a_channel_that_is_not_named_still_drops() -> None:
+    """The control of the test before: the second layer's channel overflows, and the result shows it."""
+    config = config_of("local", 1)
+    model = Model([config, config.replace(pad_multiple=4)], None, dropout=0)
+    model.layers[0].retry_on_overflow(model.step)
+    assert model.layers[1].check().overflowed
+
+
+def test_without_putting_the_generator_back_the_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
+    with pytest.raises(AssertionError):
+        retried(config_of("local", 1), None, headroom=1, dropout=0.3)
+
+
+def test_an_error_of_the_step_comes_through() -> None:
+    dispatcher = build_dispatcher(config_of("local", 1))
+    with pytest.raises(ZeroDivisionError):
+        dispatcher.retry_on_overflow(lambda: 1 / 0)
+
+
+def retried_in_a_process(rank: int) -> int:
+    group = torch.distributed.group.WORLD
+    return retried(config_of("alltoall", 2), group, headroom=1, dropout=0.3)
+
+
+@pytest.mark.slow
+def test_dropout_on_two_ranks() -> None:
+    """Each rank is a process, with a generator of its own."""
+    assert run_processes(retried_in_a_process, 2) == [3, 3]
+
+
+OF_RANKS = {1: (8,), 4: (8, 5, 0, 3), 8: (8, 1, 0, 6, 8, 2, 0, 3)}
+HOW_FAR = {"at": lambda needed: needed, "one above": lambda needed: needed - 1, "far above": lambda needed: needed // 3}
+
+
+def room(demand: tuple[int, int], bound: str, how_far: str) -> dict[str, int]:
+    rows, pair_rows = (max(HOW_FAR[how_far](needed), 1) for needed in demand)
+    return {**({} if bound == "pair" else {"rows": rows}), **({} if bound == "rows" else {"pair_rows": pair_rows})}
+
+
+def kept_counts(mine: Load, kept: set[Any]) -> list[int]:
+    return [sum(slot[2] == expert for slot in kept) for expert in range(8)]
+
+
+def run_all(config: DispatcherConfig, mine: Load) -> list[Any]:
+    """What each rank came to, and what it was told at the end."""
+
+    def body(group: Group) -> tuple[Any, Any]:
+        dispatcher = build_dispatcher(config, group)
+        result = run_layer(dispatcher, mine, WEIGHTS, group)
+        try:
+            return result, dispatcher.check()
+        except CapacityError as error:
+            return result, error
+
+    return on_ranks(body, mine.size)
+
+
+def run_dropping(backend: str, mine: Load, room: dict[str, int], **fields: Any) -> None:
+    """Dispatch with so much room, and hold everything against the reference."""
+    results = run_all(safe_config(backend, size=mine.size, **room, **fields), mine)
+    rows, pair_rows = mine.demand()
+    kept = mine.kept(room.get("rows", rows), room.get("pair_rows"))
+    assert torch.cat([result["real"] for result, _ in results]).tolist() == kept_counts(mine, kept)
+    expect_same([result for result, _ in results], expected(mine, kept, WEIGHTS))
+    for _, needed in results:
+        assert (needed.rows, needed.overflowed) == (rows, len(kept) < len(mine.slots()))
+        assert needed.pair_rows == (pair_rows if backend == "alltoall" else 0)
+
+
+# A backend, the ranks, which of its two bounds are finite, how much is missing, and what is routed.
+DROPS = [
+    ("local", 1, "rows", "at", "skewed"),
+    ("local", 1, "rows", "one above", "ties"),
+    ("local", 1, "rows", "far above", "holes"),
+    ("alltoall", 1, "both", "one above", "signs"),
+    ("allgather", 4, "rows", "at", "holes"),
+    ("allgather", 4, "rows", "one above", "close"),
+    ("allgather", 4, "rows", "far above", "skewed"),
+    ("alltoall", 4, "rows", "far above", "skewed"),
+    ("alltoall", 4, "pair", "at", "skewed"),
+    ("alltoall", 4, "pair", "one above", "ties"),
+    ("alltoall", 4, "pair", "far above", "holes"),
+    ("alltoall", 4, "both", "one above", "skewed"),
+    ("alltoall", 4, "both", "one above", "signs"),
+    ("alltoall", 4, "both", "far above", "holes"),
+    ("alltoall", 8, "both", "far above", "skewed"),
+]
+
+
+@pytest.mark.parametrize(("backend", "size", "bound", "how_far", "kind"), DROPS)
+def test_the_lightest_are_dropped(backend: str, size: int, bound: str, how_far: str, kind: str) -> None:
+    mine = load(OF_RANKS[size], kind)
+    run_dropping(backend, mine, room(mine.demand(), bound, how_far), pad_multiple=4 if kind == "holes" else 1)
+
+
+@pytest.mark.parametrize("wire_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_who_is_dropped_does_not_depend_on_the_wire(wire_dtype: str) -> None:
+    """Weights travel whole, whatever rows travel in."""
+    mine, hidden = load(OF_RANKS[4]), 128
+    config = safe_config("alltoall", size=4, rows=9, pair_rows=4, wire_dtype=wire_dtype, hidden_size=hidden)
+
+    def body(group: Group) -> Tensor:
+        rank = group.rank()
+        dispatcher = build_dispatcher(config, group)
+        sent = dispatcher.dispatch(random_rows(OF_RANKS[4][rank], hidden), Routing(mine.ids[rank], mine.weights[rank]))
+        dispatcher.close()
+        return sent.real_tokens_per_expert
+
+    assert torch.cat(on_ranks(body, 4)).tolist() == kept_counts(mine, mine.kept(9, 4))
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "bound", "how_far"),
+    [
+        ("local", 1, "rows", "one above"),
+        ("allgather", 4, "rows", "one above"),
+        ("alltoall", 4, "pair", "one above"),
+        ("alltoall", 4, "both", "at"),
+        ("alltoall", 4, "both", "far above"),
+    ],
+)
+def test_raise_is_heard_on_all_ranks_alike(backend: str, size: int, bound: str, how_far: str) -> None:
+    """``load`` overflows the first ranks only, and on allgather and alltoall the others must hear of it."""
+    mine = load(OF_RANKS[size])
+    fits = room(mine.demand(), bound, how_far)
+    told = [told for _, told in run_all(safe_config(backend, size=size, on_overflow="raise", **fits), mine)]
+    if how_far == "at":
+        assert [required.overflowed for required in told] == [False] * size
+        return
+    rows, pair_rows = mine.demand()
+    let_through = size * fits.get("pair_rows", 8) * min(TOP_K, NUM_EXPERTS // size)
+    texts = [f"at most {min(fits['rows'], let_through)} rows"] if "rows" in fits else []
+    texts += [f"and {fits['pair_rows']} rows to each rank", f" and {pair_rows} (pair_rows "] if bound != "rows" else []
+    raises_everywhere(told, CapacityError, f"got {rows} (capacity_factor ", *texts, "Results since then lack rows.")
+    assert len(set(map(str, told))) == 1
+
+
+def test_one_rank_overflows_alone() -> None:
+    """Only rank 2 has tokens, all for the experts of rank 3."""
+    nothing = torch.empty(0, 2, dtype=torch.int64)
+    ids, weights = torch.tensor([[6, 7]] * 8), torch.arange(16).view(8, 2) / 64
+    mine = Load((nothing, nothing, ids, nothing), (nothing.float(), nothing.float(), weights, nothing.float()))
+    assert mine.demand() == (16, 8)
+    for backend in ("allgather", "alltoall"):
+        run_dropping(backend, mine, {"rows": 5})
+    run_dropping("alltoall", mine, {"pair_rows": 3})
+
+
+def test_equal_weights_are_dropped_from_the_end() -> None:
+    """So many that a sort which is not stable would show."""
+    ids = torch.tensor([[0, 1], [1, 0], [0, 1]]).repeat(50, 1)
+    mine = Load((ids, ids), (torch.full((150, 2), 0.5),) * 2)
+    assert mine.kept(350) == set(list(mine.slots())[:350])
+    assert mine.kept(600, 100) == {slot for slot in mine.slots() if slot[1] < 100}
+    for backend in ("allgather", "alltoall"):
+        run_dropping(backend, mine, {"rows": 350}, max_tokens_per_rank=150)
+    run_dropping("alltoall", mine, {"pair_rows": 100}, max_tokens_per_rank=150)
+
+
+def test_a_weight_that_is_no_number_is_seen_rather_than_dropped() -> None:
+    ids, weights = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0.5, 0.75], [float("nan"), 0.25]])
+    y = run_layer(build_dispatcher(safe_config("local", rows=1)), Load((ids,), (weights,)), WEIGHTS, None)["y"]
+    assert y[1].isnan().all()
+    assert not y[0].any()

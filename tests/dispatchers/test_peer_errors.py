@@ -1,26 +1,35 @@
-"""A call that is wrong on one rank: it raises there, its peers are told, and the group is good for the next call."""
+"""A call that is wrong or unlike on one rank: it raises, its peers are told, and the group is good for the next."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch import BSHD, THD, Dispatcher, Routing, Rows, build_dispatcher
-from moe_dispatch.errors import InputError, LayoutError, PeerError
+from moe_dispatch import BSHD, THD, Dispatched, Dispatcher, Routing, Rows, build_dispatcher
+from moe_dispatch.backends.base import MARKED_DISPATCHERS, WANTS_WEIGHTS, marks_agree
+from moe_dispatch.communication import Communicator, raise_alike
+from moe_dispatch.dispatchers.agreement import mark_of
+from moe_dispatch.dispatchers.checks import ROW_DTYPES
+from moe_dispatch.errors import ConfigError, InputError, LayoutError, PeerError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.permutation import Permutation
 from tests.dispatchers.layer import (
     HIDDEN,
     SAFE,
     Group,
+    by_operators,
     identity_round,
     on_ranks,
     outcomes,
     raises_everywhere,
+    random_routing,
+    random_rows,
     small_config,
 )
 from tests.dispatchers.layer import random_routing as routing
@@ -140,22 +149,6 @@ def test_two_refusing_ranks_are_both_named_where_counts_are_exchanged() -> None:
     assert isinstance(results[2], LayoutError)
 
 
-@pytest.mark.parametrize("policy", ["agree", "check"])
-def test_plan_that_is_wrong_on_one_rank(policy: str) -> None:
-    def body(group: Group) -> Exception:
-        dispatcher = build_dispatcher(small_config("allgather", row_counts=policy), group)
-        layouts = {0: None, 1: THD([1, 4])}
-        with pytest.raises((InputError, PeerError)) as caught:
-            dispatcher.plan(layouts.get(group.rank(), THD([0, 4])))
-        identity_round(dispatcher)
-        return caught.value
-
-    results = on_ranks(body, 4)
-    raises_everywhere(results[:1], InputError, "pass the layout of the batch, or like=x")
-    raises_everywhere(results[1:2], LayoutError, "must start at 0")
-    raises_everywhere(results[2:], PeerError, f"rank 0 refused: {results[0]}; rank 1 refused: {results[1]}")
-
-
 def test_check_names_both_numbers_and_ranks_everywhere() -> None:
     def body(group: Group) -> Exception:
         dispatcher = build_dispatcher(small_config("allgather", row_counts="check"), group)
@@ -173,11 +166,7 @@ PLANS: list[tuple[dict[str, Any], Callable[[Dispatcher], Any], str]] = [
     ({"row_counts": "agree"}, lambda d: d.plan(BSHD()), UNKNOWN),
     ({"row_counts": "assume"}, lambda d: d.plan(BSHD()), UNKNOWN),
     (STATIC, lambda d: d.plan(Rows(), like=rows(5)), r"at most max_tokens_per_rank \(4\) rows per rank, got 5"),
-    (
-        {"row_counts": "assume", "constraints": {"max_rows": 8}},
-        lambda d: d.plan(like=rows(9)),
-        "Dispatcher.plan: at most 8 rows per rank fit, got 9",
-    ),
+    ({"row_counts": "assume", "constraints": {"max_rows": 8}}, lambda d: d.plan(like=rows(9)), "at most 8 rows"),
 ]
 
 
@@ -225,3 +214,204 @@ def test_memory_that_runs_out_while_ids_are_cleaned_is_told(
     assert isinstance(first, PeerError)
     assert "rank 1 refused: RuntimeError: out of memory" in str(first)
     assert isinstance(second, RuntimeError)
+
+
+FACTS: dict[str, Any] = {"dtypes": ["bfloat16"], "rows": 64, "options": {"name": "alltoall", "factor": 1}}
+
+
+def _entered(size: int, *by_rank: dict[str, Any]) -> list[Any]:
+    """What ``raise_alike`` returned or raised on each rank, given ``by_rank``; the last entry is for all ranks left."""
+
+    def body(group: Group) -> list[int]:
+        given = {"problem": None, **by_rank[min(group.rank(), len(by_rank) - 1)]}
+        return raise_alike(Communicator(group), given.pop("problem"), label="test", **given)
+
+    return outcomes(body, size)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({**FACTS, "rows": 32}, "Ranks disagree on rows: rank 0 has 64, rank 2 has 32. Give every rank the same"),
+        ({}, "Ranks disagree on dtypes: rank 0 has ['bfloat16'], rank 2 has nothing."),
+        ({**FACTS, "newer": None}, "Ranks disagree on newer: rank 0 has nothing, rank 2 has None."),
+    ],
+)
+def test_facts_that_differ_are_named_with_both_values_on_every_rank(other: dict[str, Any], told: str) -> None:
+    results = _entered(3, {"facts": FACTS}, {"facts": FACTS}, {"facts": other})
+    raises_everywhere(results, ConfigError, told)
+    assert len({str(result) for result in results}) == 1
+
+
+def test_a_problem_comes_before_facts_that_differ() -> None:
+    problem = InputError("x is wrong.")
+    results = _entered(2, {"facts": FACTS}, {"facts": {}, "problem": problem})
+    raises_everywhere(results[:1], PeerError, "rank 1 refused: x is wrong.")
+    assert results[1] is problem
+
+
+@pytest.mark.parametrize("facts", [None, FACTS], ids=["no facts", "facts"])
+def test_a_peer_that_left(facts: dict[str, Any] | None) -> None:
+    problem = InputError("x is wrong.")
+
+    def body(group: Group) -> None:
+        if group.rank() < 2:
+            raise_alike(Communicator(group), problem if group.rank() == 0 else None, facts=facts, label="test")
+
+    mine, peer, absent = outcomes(body, 3, seconds=0.3)
+    assert mine is problem
+    assert mine.__notes__[0].startswith("The other ranks were not told: ")
+    assert mine.__context__ is None
+    assert isinstance(peer, RuntimeError)
+    assert not isinstance(peer, PeerError), "it heard of nothing, so it must not say that a rank refused"
+    assert absent is None
+
+
+HYBRID = {"name": "hybridep", "emulate": "hybridep-744"}
+# The fields, and whether the call has a plan, for each exchange that tells of the call.
+TOLD_BY: dict[str, tuple[dict[str, Any], bool]] = {
+    "counts": ({"backend": "alltoall"}, False),
+    "counts, plan": ({"backend": "alltoall"}, True),
+    "counts, two levels": ({"backend": {"name": "alltoall", "levels": 2, "ranks_per_node": 2}}, False),
+    "agreement": ({"backend": "allgather"}, False),
+    "check": ({"backend": "allgather", "row_counts": "check"}, False),
+    "agreement on the largest": ({"backend": HYBRID, "hidden_size": 32, "wire_dtype": "bfloat16"}, False),
+    "debug": ({"backend": "alltoall", "debug": True}, False),
+    "debug, plan": ({"backend": "allgather", "debug": True}, True),
+    "debug, graph-safe": ({"backend": "alltoall", "debug": True, "graph_safe": True, "max_tokens_per_rank": 4}, False),
+}
+
+
+def call(dispatcher: Dispatcher, planned: bool, dtype: torch.dtype = torch.float32) -> Any:
+    x = random_rows(4, dispatcher.config.hidden_size, dtype=dtype)
+    return dispatcher.dispatch(x, random_routing(4), dispatcher.plan(like=x) if planned else None)
+
+
+@pytest.mark.parametrize("name", TOLD_BY)
+def test_dtypes_and_grad_modes_that_differ(name: str) -> None:
+    """gloo ended a process that received more than it had room for, and peers of a rank without gradients hung."""
+    fields, planned = TOLD_BY[name]
+
+    def body(group: Group) -> list[Exception]:
+        dispatcher = build_dispatcher(small_config(**fields), group)
+        errors: list[Exception] = []
+        for unlike in (partial(call, dtype=torch.float64), torch.no_grad()(call)):
+            with pytest.raises(InputError) as caught:
+                (unlike if group.rank() else call)(dispatcher, planned)
+            errors.append(caught.value)
+            call(dispatcher, planned)
+        return errors
+
+    of_dtypes, of_modes = zip(*on_ranks(body, 2), strict=True)
+    text = "Ranks disagree on the dtype of x: rank 0 has 'float32', rank 1 has 'float64'. Make the same call on every"
+    raises_everywhere([*of_dtypes], InputError, text)
+    text = "Ranks disagree on grad mode: rank 0 has 'enabled', rank 1 has 'disabled'."
+    raises_everywhere([*of_modes], InputError, text)
+
+
+@pytest.mark.parametrize(
+    ("debug", "verb", "told"),
+    [
+        # Without a plan a rank agrees on sizes, which its peer has done before.
+        (True, "dispatch", "rank 0 has 'dispatch without a plan', rank 1 has 'dispatch with a plan'."),
+        (True, "plan", "rank 0 has 'dispatch without a plan', rank 1 has 'plan'."),
+        (False, "plan", "rank 0 has 'dispatch without a plan', rank 1 has 'plan'."),
+    ],
+)
+def test_a_dispatch_without_a_plan_meets_another_call(debug: bool, verb: str, told: str) -> None:
+    def body(group: Group) -> Exception:
+        dispatcher, x = build_dispatcher(small_config("allgather", debug=debug), group), random_rows(4)
+        plan = dispatcher.plan(Rows(), like=x)
+        if group.rank() == 1 and verb == "plan":
+            unlike: Any = partial(dispatcher.plan, like=x)
+        else:
+            unlike = partial(dispatcher.dispatch, x, random_routing(4), plan if group.rank() else None)
+        with pytest.raises(InputError) as caught:
+            unlike()
+        identity_round(dispatcher)
+        return caught.value
+
+    raises_everywhere(on_ranks(body, 2), InputError, f"Ranks disagree on the call: {told}")
+
+
+def test_numbers_of_the_exchange_of_counts_tell_all_calls_apart() -> None:
+    marks = {mark_of(dtype, recorded, None, False) for dtype in ROW_DTYPES for recorded in (False, True)}
+    assert len(marks) == 2 * len(ROW_DTYPES)
+    assert min(marks) >= 0
+    assert max(marks) + MARKED_DISPATCHERS + WANTS_WEIGHTS < 2**22
+    mark = min(marks)
+    assert marks_agree([mark, mark])
+    assert marks_agree([mark, mark + WANTS_WEIGHTS]), "whose weights require grad may differ"
+    assert not any(
+        marks_agree([mark, other, *more]) for other in marks - {mark} for more in ([], [mark + WANTS_WEIGHTS])
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in TOLD_BY if name != "check"])
+def test_one_rank_swaps_two_layers(name: str) -> None:
+    """The rows have equal sizes, so nothing else tells that they reach the experts of another layer."""
+    fields, planned = TOLD_BY[name]
+
+    def body(group: Group) -> Exception:
+        layers = [build_dispatcher(small_config(**fields), group, name=name) for name in ("layers.0", "layers.1")]
+        layers = copy.deepcopy(layers)  # a copy stands for its original
+        with pytest.raises(InputError) as caught:
+            call(layers[group.rank() == 2], planned)
+        for layer in layers:
+            call(layer, planned)
+        return caught.value
+
+    text = "Ranks disagree on the dispatcher: rank 0 has \"'layers.0', number 0\", rank 2 has \"'layers.1', number 1\"."
+    raises_everywhere(on_ranks(body, 4), InputError, text)
+
+
+@pytest.mark.parametrize("name", ["counts", "agreement", "debug"])
+def test_names_may_differ_and_operators_do_not_know_them(name: str) -> None:
+    """One rank may fall back to eager mode where the others run compiled code."""
+    fields, _ = TOLD_BY[name]
+
+    def body(group: Group) -> None:
+        rank = group.rank()
+        build_dispatcher(small_config(**fields), group)
+        layer = build_dispatcher(small_config(**fields), group, name=f"layers.{rank}")
+        for eager in (True, rank == 1):
+            sent = call(layer, False) if eager else dispatch_by_operators(layer)
+            assert len(layer.combine(sent.rows, sent)) == 4
+
+    assert on_ranks(body, 2) == [None, None]
+
+
+def dispatch_by_operators(dispatcher: Dispatcher, dtype: torch.dtype = torch.float32) -> Dispatched:
+    x = random_rows(4, dtype=dtype).requires_grad_()
+    return by_operators(lambda x: dispatcher.dispatch(x, random_routing(4)), x)
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+def test_dtypes_that_differ_in_operators(backend: str) -> None:
+    def body(group: Group) -> Dispatched:
+        dispatcher = build_dispatcher(small_config(backend), group)
+        return dispatch_by_operators(dispatcher, torch.float64 if group.rank() else torch.float32)
+
+    raises_everywhere(outcomes(body, 2), InputError, "Ranks disagree on the dtype of x")
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+@pytest.mark.parametrize("way", ["operators", "async_op", "requires_grad", "layout"])
+def test_calls_that_may_differ(backend: str, way: str) -> None:
+    """They exchange the same bytes in the same order."""
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(small_config(backend), group)
+        x, routing = random_rows(4), random_routing(4)
+        if group.rank() == 0:
+            sent = dispatcher.dispatch(x.requires_grad_(), routing)
+        elif way == "operators":
+            sent = dispatch_by_operators(dispatcher)
+        elif way == "async_op":
+            sent = dispatcher.dispatch(x.requires_grad_(), routing, async_op=True).wait()
+        else:
+            sent = dispatcher.dispatch(x, routing, Rows(3) if way == "layout" else None)
+        dispatcher.combine(sent.rows, sent).sum().backward()
+        identity_round(dispatcher)
+
+    on_ranks(body, 2)

@@ -19,33 +19,20 @@ from tests.dispatchers.layer import on_ranks, outcomes_on, raises_everywhere, sm
 
 
 @pytest.mark.parametrize(
-    ("backend", "size", "fields"),
+    ("backend", "size", "dtype", "fields"),
     [
-        ("local", 1, {}),
-        ("local", 1, {"num_experts": 2, "top_k": 1}),
-        ("alltoall", 2, {"num_experts": 2, "top_k": 1, "pad_multiple": "mxfp8", "debug": True}),
-        ("alltoall", 2, {"row_counts": "static", "max_tokens_per_rank": 9, "top_k": 8}),
-        ("allgather", 2, {"row_counts": "assume", "weights": "experts"}),
-        ("allgather", 2, {"row_counts": "check", "pad_multiple": "mxfp8"}),
+        ("local", 1, torch.float64, {}),
+        ("local", 1, torch.float32, {"num_experts": 2, "top_k": 1, "wire_dtype": "float8_e4m3fn"}),
+        ("alltoall", 2, torch.bfloat16, {"num_experts": 2, "top_k": 1, "pad_multiple": "mxfp8", "debug": True}),
+        ("alltoall", 2, torch.float32, {"row_counts": "static", "max_tokens_per_rank": 9, "wire_dtype": "bfloat16"}),
+        ("alltoall", 2, torch.float16, {"wire_dtype": "float8_e4m3fn", "top_k": 8}),
+        ("allgather", 2, torch.float32, {"row_counts": "assume", "weights": "experts"}),
+        ("allgather", 2, torch.float32, {"row_counts": "check", "pad_multiple": "mxfp8"}),
     ],
     ids=str,
 )
-def test_passes(backend: str, size: int, fields: dict[str, Any]) -> None:
-    on_ranks(lambda group: build_dispatcher(small_config(backend, **fields), group).self_test(), size)
-
-
-@pytest.mark.parametrize(
-    ("backend", "size", "wire", "dtype"),
-    [
-        ("local", 1, None, torch.float64),
-        ("local", 1, "float8_e4m3fn", torch.float32),
-        ("alltoall", 2, None, torch.bfloat16),
-        ("alltoall", 2, "bfloat16", torch.float32),
-        ("alltoall", 2, "float8_e4m3fn", torch.float16),
-    ],
-)
-def test_passes_in_every_dtype(backend: str, size: int, wire: str | None, dtype: torch.dtype) -> None:
-    config = small_config(backend, hidden_size=256, wire_dtype=wire)
+def test_passes(backend: str, size: int, dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    config = small_config(backend, hidden_size=256, **fields)
     on_ranks(lambda group: build_dispatcher(config, group).self_test(dtype=dtype), size)
 
 

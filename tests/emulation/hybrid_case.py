@@ -17,7 +17,6 @@ HIDDEN, LOCAL, TOP_K, ROWS = 32, 4, 3, 64
 APRIL, JULY, RAGGED = "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-746"
 CURRENT = pytest.mark.parametrize("release", [APRIL, JULY, RAGGED])
 BEFORE_RAGGED = pytest.mark.parametrize("release", [APRIL, JULY])
-FUSED = pytest.mark.parametrize("fused", [False, True])
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,17 +28,13 @@ class Source:
     probs: Tensor
 
 
-def make_sources(
-    counts: Sequence[int], *, local: int = LOCAL, seed: int = 0, away_from: int | None = None
-) -> list[Source]:
-    """One ``Source`` per rank; row 1 of each goes nowhere, and nothing goes to the experts of rank ``away_from``."""
+def make_sources(counts: Sequence[int], *, seed: int = 0) -> list[Source]:
+    """One ``Source`` per rank; row 1 of each goes nowhere."""
     generator = torch.Generator().manual_seed(seed)
-    experts = local * len(counts)
+    experts = LOCAL * len(counts)
     made = []
     for count in counts:
         scores = torch.rand(count, experts, generator=generator)
-        if away_from is not None:
-            scores[:, away_from * local : (away_from + 1) * local] = 2.0
         routing = torch.zeros(count, experts, dtype=torch.bool)
         routing.scatter_(1, scores.argsort(1)[:, :TOP_K], True)
         routing[1:2] = False
@@ -48,10 +43,8 @@ def make_sources(
     return made
 
 
-def open_buffer(
-    release: str, group: dist.ProcessGroup | None, *, rows: int = 512, local: int = LOCAL, **options: Any
-) -> Any:
-    return hybrid_ep_buffer(release)(group, HIDDEN, rows, local, **options)
+def open_buffer(release: str, group: dist.ProcessGroup | None, *, rows: int = 512, **options: Any) -> Any:
+    return hybrid_ep_buffer(release)(group, HIDDEN, rows, LOCAL, **options)
 
 
 def opened(release: str, **sizes: Any) -> Any:
@@ -86,56 +79,51 @@ def expert_outputs(sources: Sequence[Source], *, pad: int) -> list[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """Expert rows of a rank: expert-major, then source rank, then token; ``real`` marks rows that are no padding."""
+    """Expert rows of a rank; ``real`` marks rows that are no padding, ``places`` has (source rank, token, expert)."""
 
     rows: Tensor
     probs: Tensor
     real: Tensor
     counts: list[int]
+    places: dict[tuple[int, int, int], int]
 
 
-def expected_rows(sources: Sequence[Source], rank: int, *, pad: int, local: int = LOCAL) -> Expected:
-    rows, probs, real, counts = [], [], [], []
-    for expert in range(rank * local, (rank + 1) * local):
-        chosen = torch.cat([source.x[source.routing[:, expert]] for source in sources])
-        weights = torch.cat([source.probs[source.routing[:, expert], expert] for source in sources])
-        padding = -len(chosen) % pad
-        rows += [chosen, torch.zeros(padding, chosen.shape[1], dtype=chosen.dtype)]
-        probs += [weights, torch.zeros(padding)]
-        real += [torch.ones(len(chosen), dtype=torch.bool), torch.zeros(padding, dtype=torch.bool)]
-        counts.append(len(chosen) + padding)
-    return Expected(torch.cat(rows), torch.cat(probs), torch.cat(real), counts)
+def expected_rows(sources: Sequence[Source], rank: int, *, pad: int) -> Expected:
+    """By expert, then source rank, then token."""
+    places: dict[tuple[int, int, int], int] = {}
+    counts: list[int] = []
+    for expert in range(rank * LOCAL, (rank + 1) * LOCAL):
+        went = [source.routing[:, expert].nonzero().flatten().tolist() for source in sources]
+        slots = [(peer, token, expert) for peer, tokens in enumerate(went) for token in tokens]
+        places |= {slot: sum(counts) + at for at, slot in enumerate(slots)}
+        counts.append(-(-len(slots) // pad) * pad)
+    rows, probs = torch.zeros(sum(counts), HIDDEN, dtype=torch.bfloat16), torch.zeros(sum(counts))
+    real = torch.zeros(sum(counts), dtype=torch.bool)
+    for (peer, token, expert), row in places.items():
+        rows[row], probs[row] = sources[peer].x[token], sources[peer].probs[token, expert]
+        real[row] = True
+    return Expected(rows, probs, real, counts, places)
 
 
 def expected_sums(
-    sources: Sequence[Source], outputs: Sequence[Tensor], *, pad: int, local: int = LOCAL, domain: int | None = None
+    sources: Sequence[Source], outputs: Sequence[Tensor], *, pad: int, domain: int | None = None
 ) -> list[Tensor]:
     """What combine gives each rank for these expert rows: rounded to bfloat16 per rank, and per other node."""
     size = len(sources)
     domain = domain or size
+    places = [expected_rows(sources, rank, pad=pad).places for rank in range(size)]
     sums = []
-    for source_rank, source in enumerate(sources):
-        total = torch.zeros(source.x.shape[0], HIDDEN)
-        nodes = [source_rank // domain]
-        nodes += [node for node in reversed(range(size // domain)) if node < nodes[0]]
-        nodes += [node for node in reversed(range(size // domain)) if node > nodes[0]]
-        for node in nodes:
+    for home, source in enumerate(sources):
+        own, total = home // domain, torch.zeros(len(source.x), HIDDEN)
+        # The own node first, then those before it and those behind it, both from the last one on.
+        for node in sorted(range(size // domain), key=lambda node: (node != own, node > own, -node)):
             of_node = torch.zeros_like(total)
             for rank in range(node * domain, (node + 1) * domain):
-                of_node += _of_rank(sources, source_rank, outputs[rank], rank, pad=pad, local=local).float()
-            total += of_node if node == nodes[0] else of_node.bfloat16().float()
+                of_rank = torch.zeros_like(total)
+                for (peer, token, _), row in places[rank].items():
+                    if peer == home:
+                        of_rank[token] += outputs[rank][row].float()
+                of_node += of_rank.bfloat16().float()
+            total += of_node if node == own else of_node.bfloat16().float()
         sums.append(total.bfloat16())
     return sums
-
-
-def _of_rank(sources: Sequence[Source], source_rank: int, output: Tensor, rank: int, *, pad: int, local: int) -> Tensor:
-    own = sources[source_rank]
-    total = torch.zeros(own.x.shape[0], HIDDEN)
-    start = 0
-    for expert in range(rank * local, (rank + 1) * local):
-        before = sum(int(source.routing[:, expert].sum()) for source in sources[:source_rank])
-        count = sum(int(source.routing[:, expert].sum()) for source in sources)
-        tokens = own.routing[:, expert].nonzero().flatten()
-        total[tokens] += output[start + before : start + before + len(tokens)].float()
-        start += count + -count % pad
-    return total.bfloat16()

@@ -1,19 +1,76 @@
-"""The emulated classes take, and hold, what was recorded from the source of their release; and so do the real ones."""
+"""Emulated releases as modules, and the names and arguments that were recorded from the source of each release."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from typing import Any
 
 import pytest
-import torch
 
-from moe_dispatch_testing.emulation import RELEASES, emulated_deep_ep
+from moe_dispatch.errors import ConfigError
+from moe_dispatch_testing.emulation import RELEASES, emulated_deep_ep, imported_as_deep_ep
 from moe_dispatch_testing.emulation.signatures import parsed, recorded
-from tests.emulation import elastic_case, hybrid_case
-from tests.emulation.hybrid_case import HIDDEN, ROWS, make_sources
-from tests.emulation.tokens import make_tokens, run_ranks
+from tests.emulation import test_elastic
+from tests.emulation.tokens import make_tokens
+
+
+def test_unknown_release_is_refused_with_those_there_are() -> None:
+    with pytest.raises(
+        ConfigError, match=r"Unknown release of deep_ep 'v3'. Emulated releases: v1\.2\.1, v2-2\.1\.0, v2\.5\.0, h"
+    ):
+        emulated_deep_ep("v3")
+    with pytest.raises(ConfigError, match=r"HybridEP 0ed15b5 is no longer supported\. Use hybridep-34152ae or later"):
+        emulated_deep_ep("hybridep-0ed15b5")
+
+
+@pytest.mark.parametrize("release", [release for release in RELEASES if release not in ("v1.2.1", "v2.5.0")])
+def test_buffer_of_other_releases_is_there_to_be_imported_only(release: str) -> None:
+    buffer = emulated_deep_ep(release).Buffer
+    for use in (buffer, buffer.get_dispatch_config, buffer.get_combine_config, buffer.set_num_sms):
+        with pytest.raises(NotImplementedError, match="is not emulated, only its newer class is"):
+            use(8)
+
+
+@pytest.mark.parametrize(
+    ("release", "names"),
+    [
+        ("v1.2.1", ["deep_ep.Buffer", "deep_ep.utils.EventHandle", "deep_ep.utils.EventOverlap", "deep_ep.buffer"]),
+        ("v2-2.1.0", ["deep_ep.EPHandle", "deep_ep.buffers.elastic.ElasticBuffer", "deep_ep.utils.event.EventOverlap"]),
+        ("v2.5.0", ["deep_ep.EPHandle", "deep_ep.buffers.ep.EPBuffer", "deep_ep.utils.event.EventOverlap"]),
+        ("hybridep-94a9f8f", ["deep_ep.HybridEPBuffer", "deep_ep.hybrid_ep_buffer.indices_to_map"]),
+    ],
+)
+def test_modules_are_found_by_import_inside_the_block_only(release: str, names: list[str]) -> None:
+    with imported_as_deep_ep(release) as package:
+        assert importlib.import_module("deep_ep") is package
+        for name in names:
+            module, _, attribute = name.rpartition(".")
+            assert hasattr(importlib.import_module(module), attribute), name
+    assert not [name for name in sys.modules if name.partition(".")[0] == "deep_ep"]
+
+
+def test_code_for_v1_imports_nothing_from_v2() -> None:
+    """It wants EventOverlap from deep_ep.utils, as megatron-core's does, and v2 has it elsewhere."""
+    with imported_as_deep_ep("v2-2.1.0"):
+        utils = importlib.import_module("deep_ep.utils")
+        assert hasattr(utils, "EventHandle")
+        assert not hasattr(utils, "EventOverlap")
+
+
+def test_what_was_imported_before_comes_back_also_after_an_error() -> None:
+
+    def fail_inside() -> None:
+        with imported_as_deep_ep("v2-2.1.0") as inner:
+            assert importlib.import_module("deep_ep") is inner
+            raise KeyError
+
+    with imported_as_deep_ep("v1.2.1") as outer:
+        with pytest.raises(KeyError):
+            fail_inside()
+        assert importlib.import_module("deep_ep") is outer
+        assert importlib.import_module("deep_ep.buffer").Buffer is outer.Buffer
 
 
 def methods_of(release: str) -> dict[tuple[str, str], list[str]]:
@@ -87,40 +144,13 @@ def test_what_is_not_emulated_is_refused_only_with_arguments_that_the_release_ta
         refuse(*required[1:])
 
 
-@hybrid_case.BEFORE_RAGGED
-def test_older_releases_refuse_an_argument_that_came_later(release: str) -> None:
-    buffer = hybrid_case.open_buffer(release, None)
-    x = torch.zeros(16, HIDDEN, dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'num_of_tokens_per_rank'"):
-        buffer.dispatch(x, num_of_tokens_per_rank=16)
-
-
 @pytest.mark.parametrize("release", ["v2-2.1.0", "v2.5.0"])
 def test_objects_of_v2_hold_what_those_of_the_release_hold(release: str) -> None:
     attributes = recorded(release)["attributes"]
-    buffer = elastic_case.open_buffer(None, release)
-    handle = elastic_case.dispatched(buffer, make_tokens([5])[0])[3]
+    buffer = test_elastic.open_buffer(None, release)
+    handle = test_elastic.dispatched(buffer, make_tokens([5])[0])[3]
     assert sorted(vars(handle)) == sorted(attributes["EPHandle"])
     assert sorted(vars(buffer)) == sorted(attributes[type(buffer).__name__])
-
-
-@hybrid_case.CURRENT
-def test_handles_hold_what_their_fields_say(release: str) -> None:
-    sources = make_sources([ROWS] * 2)
-
-    def body(group: Any) -> Any:
-        buffer, source = hybrid_case.open_buffer(release, group), sources[group.rank()]
-        return (
-            buffer.dispatch(source.x, routing_map=source.routing)[-1],
-            hybrid_case.sent(buffer, source, pad_multiple=16)[-1],
-        )
-
-    for plain, permuted in run_ranks(body, 2):
-        names = recorded(release)["handles"]
-        for names_of_call, handle in ((names["dispatch"], plain), (names["dispatch_with_permute"], permuted)):
-            items = dict(zip(names_of_call, handle, strict=True))
-            assert items["sparse_to_dense_map"].shape == (ROWS, 2)
-            assert "overflow_flag" not in items or items["overflow_flag"].shape == (1,)
 
 
 def test_the_installed_deep_ep_is_one_that_was_recorded() -> None:

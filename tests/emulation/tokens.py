@@ -23,18 +23,16 @@ class Tokens:
     topk_weights: Tensor
 
 
-def make_tokens(
-    counts: Sequence[int], *, hidden: int = HIDDEN, top_k: int = TOP_K, num_experts: int = NUM_EXPERTS, seed: int = 0
-) -> list[Tokens]:
+def make_tokens(counts: Sequence[int], *, num_experts: int = NUM_EXPERTS, seed: int = 0) -> list[Tokens]:
     """One ``Tokens`` per rank. A fifth of the ids are -1; the last token of a rank goes nowhere at all."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for count in counts:
-        order = torch.rand(count, num_experts, generator=generator).argsort(1)[:, :top_k]
-        ids = torch.where(torch.rand(count, top_k, generator=generator) < 0.2, -1, order)
+        order = torch.rand(count, num_experts, generator=generator).argsort(1)[:, :TOP_K]
+        ids = torch.where(torch.rand(count, TOP_K, generator=generator) < 0.2, -1, order)
         ids[-1:] = -1
-        x = torch.randn(count, hidden, generator=generator).bfloat16()
-        made.append(Tokens(x, ids, torch.rand(count, top_k, generator=generator)))
+        x = torch.randn(count, HIDDEN, generator=generator).bfloat16()
+        made.append(Tokens(x, ids, torch.rand(count, TOP_K, generator=generator)))
     return made
 
 
@@ -81,9 +79,9 @@ def outcome(call: Callable[[], object]) -> str:
 Call = Callable[[Any, "Tokens"], object]
 
 
-def call_on_two_ranks(open_buffer: Callable[[Any], Any], call: Call, counts: Sequence[int] = (5, 7)) -> list[str]:
+def call_on_two_ranks(open_buffer: Callable[[Any], Any], call: Call) -> list[str]:
     """The same call on two ranks that hold tokens and an open buffer; how it ended on each."""
-    everyone = make_tokens(counts)
+    everyone = make_tokens((5, 7))
 
     def body(group: dist.ProcessGroup) -> str:
         buffer = open_buffer(group)

@@ -183,20 +183,11 @@ def load(model: ByteLanguageModel, whole: ByteLanguageModel, group: dist.Process
             parameter.copy_(value if value.shape == parameter.shape else value.chunk(group.size())[group.rank()])
 
 
-def run_like(
-    backend: str, losses: list[float], tokens: list[list[list[int]]] | None = None, wire_dtype: str | None = None
-) -> Run:
-    return Run(
-        backend=backend,
-        wire_dtype=wire_dtype,
-        emulated=False,
-        ranks=2,
-        losses=losses,
-        tokens_per_expert=tokens or [[[3, 5], [4, 4]]] * len(losses),
-        bytes_per_step=1e6,
-        rows_padded={"rank": 0, "expert": 4},
-        tokens_per_second=1000.0,
-    )
+def run_like(backend: str, losses: list[float], tokens: Any = None, wire_dtype: str | None = None) -> Run:
+    costs: dict[str, Any] = {"bytes_per_step": 1e6, "rows_padded": {"rank": 0, "expert": 4}, "tokens_per_second": 1e3}
+    tokens = tokens or [[[3, 5], [4, 4]]] * len(losses)
+    of_run: dict[str, Any] = {"backend": backend, "wire_dtype": wire_dtype, "emulated": False, "ranks": 2}
+    return Run(**of_run, losses=losses, tokens_per_expert=tokens, **costs)
 
 
 FALLING = [5.0 - 0.1 * step for step in range(STEPS_TO_JUDGE)]

@@ -30,10 +30,10 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,7 @@ PHASES = {
     "close": ("close", 0),
 }
 FAULTS = ("kill", "stop", "delay", "raise", "skip")
+COLUMNS = (*FAULTS, "none")  # of the table
 ORDER = "order"  # the culprit dispatches the second layer before it combines the first
 
 
@@ -91,15 +92,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank ended: its error, how long after the fault, its exit status, and how long the exit took."""
+    """How a rank ended: its error, how long after the fault, and its exit status, None if it did not exit."""
 
     error: str
     text: str
     seconds: float
     status: int | None
-    exit_seconds: float
     log: str
 
+
+Row = tuple[Case, Sequence[Ending], str]  # with what is wrong
 
 SELECTION = (
     Case("alltoall", "counts", "kill"),
@@ -247,7 +249,7 @@ def run_rank(rank: int, *, port: int, case: Case, limit: float, folder: Path) ->
         snap = act(case, limit, folder / "fault") if rank == case.culprit else lambda: None
         if case.slow_steps:
             slow_steps(rank, case, limit)
-        told["met"] = program(rank, case, limit, Trap(case, snap))
+        told["text"] = json.dumps(program(rank, case, limit, Trap(case, snap)))
     except BaseException as error:
         told.update(error=type(error).__name__, text=str(error), raised=time.monotonic())
         if rank != case.culprit and type(error).__name__ != "LostPeerError":
@@ -261,10 +263,10 @@ def run_case(case: Case, limit: float) -> list[Ending]:
     """Run a case; how each rank ended."""
     folder = Path(tempfile.mkdtemp())  # not an object, which a rank would remove at its end
     pids = fork_ranks(partial(run_rank, case=case, limit=limit, folder=folder))
-    ends = wait_for(pids, limit + 20 + 0.1 * case.slow_steps, case.culprit)
+    statuses = wait_for(pids, limit + 20 + 0.1 * case.slow_steps, case.culprit)
     fault_time = folder / "fault"
     begin = float(fault_time.read_text()) if fault_time.exists() else 0.0
-    endings = [_ending(folder, rank, begin, *ends[rank]) for rank in range(SIZE)]
+    endings = [_ending(folder, rank, begin, status) for rank, status in enumerate(statuses)]
     shutil.rmtree(folder)
     return endings
 
@@ -285,78 +287,56 @@ def fork_ranks(run: Callable[..., NoReturn]) -> list[int]:
     return pids
 
 
-def wait_for(pids: Sequence[int], seconds: float, culprit: int) -> list[tuple[int | None, float]]:
-    """Exit status (None: killed after ``seconds``) and time of the exit of each. A stopped culprit is killed last."""
-    ended: dict[int, tuple[int | None, float]] = {}
+def wait_for(pids: Sequence[int], seconds: float, culprit: int) -> list[int | None]:
+    """Exit status of each, None if it was killed after ``seconds``. A stopped culprit is killed last."""
+    ended: dict[int, int | None] = {}
     deadline = time.monotonic() + seconds
     while len(ended) < len(pids):
         for rank, pid in enumerate(pids):
             if rank not in ended and (found := os.waitpid(pid, os.WNOHANG))[0]:
-                ended[rank] = os.waitstatus_to_exitcode(found[1]), time.monotonic()
+                ended[rank] = os.waitstatus_to_exitcode(found[1])
         if time.monotonic() > deadline or (culprit not in ended and len(ended) == len(pids) - 1):
             for rank in set(range(len(pids))) - set(ended):
                 os.kill(pids[rank], signal.SIGKILL)
                 os.waitpid(pids[rank], 0)
-                ended[rank] = None, time.monotonic()
+                ended[rank] = None
         time.sleep(0.005)
     return [ended[rank] for rank in range(len(pids))]
 
 
-def _ending(folder: Path, rank: int, begin: float, status: int | None, end: float) -> Ending:
-    result, log = folder / f"{rank}.json", (folder / f"{rank}.log")
+def _ending(folder: Path, rank: int, begin: float, status: int | None) -> Ending:
+    result, log = folder / f"{rank}.json", folder / f"{rank}.log"
     told: dict[str, Any] = {"error": "", "text": "", "raised": 0.0}
-    if result.exists():
-        told = json.loads(result.read_text())
-    text = json.dumps(told["met"]) if "met" in told else told["text"]
-    return Ending(
-        error=told["error"],
-        text=text,
-        seconds=told["raised"] - begin,
-        status=status,
-        exit_seconds=end - told["raised"],
-        log=log.read_text() if log.exists() else "",
-    )
-
-
-def _host_is_lost(case: Case, ending: Ending) -> bool:
-    """Whether the text says, without the store, that rank 0 is to blame, which hosts it."""
-    return (
-        case.culprit == 0
-        and "no answer from the store" in ending.text
-        and "rank 0 of the job, or the agent" in ending.text
-    )
+    told |= json.loads(result.read_text()) if result.exists() else {}
+    return Ending(told["error"], told["text"], told["raised"] - begin, status, log.read_text() if log.exists() else "")
 
 
 def verdict(case: Case, endings: Sequence[Ending], limit: float) -> str:
     """What is wrong with how the survivors ended; "" where all is right."""
-    problems = []
-    for rank, ending in enumerate(endings):
-        if rank == case.culprit:
-            continue
-        if case.fault == "none" and case.phase != ORDER:
-            if ending.status != 0 or ending.log:
-                problems.append(f"rank {rank}: status {ending.status}, {ending.error} {ending.text} {ending.log}")
-            continue
-        loose = case.fault == "skip" or case.phase == ORDER
-        if loose and (ending.status == -signal.SIGABRT or ending.error in ("EmulatedHang", "PeerError")):
-            continue  # gloo aborts on sizes that do not match; the emulation compares calls
-        if ending.error != "LostPeerError":
-            problems.append(f"rank {rank}: status {ending.status}, {ending.error or 'no error'} {ending.log[-300:]}")
-        elif f"Look at rank {case.culprit} first" not in ending.text and not _host_is_lost(case, ending) and not loose:
-            problems.append(f"rank {rank}: {ending.text}")
-        elif (
-            case.phase != "build"
-            and not loose
-            and f"'layers.{0 if case.phase == 'close' else LAYERS - 1}'" not in ending.text
-        ):
-            problems.append(f"rank {rank} names no layer: {ending.text}")
-        elif "refusal" in ending.text:
-            problems.append(f"rank {rank} went on to another collective: {ending.text}")
-        elif not loose and ending.seconds > limit + 5:
-            problems.append(f"rank {rank}: only after {ending.seconds:.1f} s")
-        elif ending.exit_seconds > limit + 5:
-            problems.append(f"rank {rank}: took {ending.exit_seconds:.1f} s to exit")
+    survivors = [(rank, ending) for rank, ending in enumerate(endings) if rank != case.culprit]
+    problems = [f"rank {rank}: {problem}" for rank, one in survivors if (problem := _problem(case, one, limit))]
     return "; ".join(problems)
+
+
+def _problem(case: Case, ending: Ending, limit: float) -> str:
+    told = f"status {ending.status}, {ending.error or 'no error'} {ending.text} {ending.log[-300:]}"
+    loose = case.fault == "skip" or case.phase == ORDER
+    if case.fault == "none" and not loose:
+        return told if ending.status != 0 or ending.log else ""
+    if loose and (ending.status == -signal.SIGABRT or ending.error in ("EmulatedHang", "PeerError")):
+        return ""  # gloo aborts on sizes that do not match; the emulation compares calls
+    if ending.error != "LostPeerError" or ending.status is None:
+        return told
+    if "refusal" in ending.text:
+        return f"went on to another collective: {ending.text}"
+    # Without the store, which rank 0 hosts, the text says that this rank is to blame.
+    names_host = "no answer from the store" in ending.text and "rank 0 of the job, or the agent" in ending.text
+    if not loose and f"Look at rank {case.culprit} first" not in ending.text and not (names_host and case.culprit == 0):
+        return ending.text
+    layer = f"'layers.{0 if case.phase == 'close' else LAYERS - 1}'"
+    if not loose and case.phase != "build" and layer not in ending.text:
+        return f"names no layer: {ending.text}"
+    return f"only after {ending.seconds:.1f} s" if not loose and ending.seconds > limit + 5 else ""
 
 
 def cases_of(backend: str, met: dict[str, int]) -> list[Case]:
@@ -379,48 +359,44 @@ def slow_steps(rank: int, case: Case, limit: float) -> None:
         one_step(layers, torch.randn(ROWS, HIDDEN).requires_grad_(), generator, trap, arms=False)
 
 
-Result = TypeVar("Result")
+def run_cases(cases: Sequence[Case], options: argparse.Namespace) -> list[Row]:
+    """Run each case from a forked process of its own, some at the same time, and judge it."""
+    with multiprocessing.get_context("fork").Pool(options.jobs, maxtasksperchild=1) as pool:
+        found = pool.starmap(run_case, [(case, options.watchdog) for case in cases], chunksize=1)
+    return [
+        (case, endings, verdict(case, endings, options.watchdog)) for case, endings in zip(cases, found, strict=True)
+    ]
 
 
-def _in_processes(function: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], jobs: int) -> list[Result]:
-    """Results by argument, each from a forked process of its own."""
-    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
-        return pool.starmap(function, arguments, chunksize=1)
-
-
-def table(rows: Sequence[tuple[Case, Sequence[Ending], str]], limit: float) -> str:
+def table(rows: Sequence[Row], limit: float) -> str:
     """Markdown: for each backend and phase, the seconds until the last survivor raised, by fault."""
     lines = [
         f"`watchdog={limit:g}`, {SIZE} processes, {platform.platform()}, {os.cpu_count()} cores, "
         f"torch {torch.__version__}, Python {platform.python_version()}, {datetime.date.today()}, "
         f"load {os.getloadavg()[0]:.0f}.",
         "",
-        "| backend | phase | " + " | ".join(FAULTS) + " |",
-        "|---|---|" + "---|" * len(FAULTS),
+        "| backend | phase | " + " | ".join(COLUMNS) + " |",
+        "|---|---|" + "---|" * len(COLUMNS),
     ]
-    for (backend, phase), group in itertools.groupby(rows, key=lambda row: (row[0].backend, _phase(row[0]))):
+    for (backend, phase, culprit), group in itertools.groupby(rows, key=lambda row: _place(row[0])):
         cells = {case.fault: _cell(case, endings, problem) for case, endings, problem in group}
-        shown = (
-            [cells.get(fault, "") for fault in FAULTS] if phase != ORDER else [cells["none"], *[""] * (len(FAULTS) - 1)]
-        )
-        lines.append(f"| {backend} | {phase} | " + " | ".join(shown) + " |")
+        where = phase + (" (on rank 0, the host of the store)" if culprit == 0 else "")
+        lines.append(f"| {backend} | {where} | " + " | ".join(cells.get(fault, "") for fault in COLUMNS) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _phase(case: Case) -> str:
-    return f"{case.phase} (on rank 0, the host of the store)" if case.culprit == 0 else case.phase
+def _place(case: Case) -> tuple[str, str, int]:
+    return case.backend, case.phase, case.culprit
 
 
 def _cell(case: Case, endings: Sequence[Ending], problem: str) -> str:
-    survivors = [ending for rank, ending in enumerate(endings) if rank != case.culprit]
     if problem:
         return "FAILED"
-    kinds = Counter(
-        ending.error or ("aborted by gloo" if ending.status == -signal.SIGABRT else "no error") for ending in survivors
-    )
-    if set(kinds) == {"LostPeerError"}:
-        return f"{max(ending.seconds for ending in survivors):.1f}" if survivors[0].seconds < 1000 else "LostPeerError"
-    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    survivors = [ending for rank, ending in enumerate(endings) if rank != case.culprit]
+    kinds = {ending.error or ("abort by gloo" if ending.status else "no error") for ending in survivors}
+    if kinds == {"LostPeerError"} and case.fault != "none":
+        return f"{max(ending.seconds for ending in survivors):.1f}"
+    return ", ".join(sorted(kinds))
 
 
 def main() -> None:
@@ -430,37 +406,19 @@ def main() -> None:
     parser.add_argument("--watchdog", type=float, default=2.0, help="time limit in seconds (default 2)")
     parser.add_argument("--jobs", type=int, default=1, help="cases at the same time (default 1)")
     parser.add_argument("--table", type=Path, help="write a Markdown table to this file")
-    parser.add_argument("--json", type=Path, help="write all endings to this file")
     options = parser.parse_args()
-    clean = [(Case(backend), options.watchdog) for backend in BACKENDS]
     cases = [Case("alltoall", slow_steps=options.slow_steps)] if options.slow_steps else list(SELECTION)
     if options.all:
-        found = _in_processes(run_case, clean, options.jobs)
-        for (case, _), endings in zip(clean, found, strict=True):
-            if problem := verdict(case, endings, options.watchdog):
-                sys.exit(f"clean run of {case.backend}: {problem}")
-        cases = [
-            case
-            for (one, _), endings in zip(clean, found, strict=True)
-            for case in cases_of(one.backend, json.loads(endings[0].text))
-        ]
-    endings_of = _in_processes(run_case, [(case, options.watchdog) for case in cases], options.jobs)
-    rows = [
-        (case, endings, verdict(case, endings, options.watchdog))
-        for case, endings in zip(cases, endings_of, strict=True)
-    ]
-    if options.json:
-        told = {
-            case.name: {"problem": problem, "endings": [asdict(one) for one in endings]}
-            for case, endings, problem in rows
-        }
-        options.json.write_text(json.dumps(told, indent=1))
+        clean = run_cases([Case(backend) for backend in BACKENDS], options)
+        if problems := [f"clean run of {case.backend}: {problem}" for case, _, problem in clean if problem]:
+            sys.exit("\n".join(problems))
+        cases = [case for one, endings, _ in clean for case in cases_of(one.backend, json.loads(endings[0].text))]
+    rows = run_cases(cases, options)
     text = table(rows, options.watchdog)
     if options.table:
         options.table.write_text(text)
-    print(text)
     problems = [f"{case.name}: {problem}" for case, _, problem in rows if problem]
-    print("\n".join([*problems, f"{len(rows)} cases, {len(problems)} failed"]))
+    print(text, *problems, f"{len(rows)} cases, {len(problems)} failed", sep="\n")
     sys.exit(bool(problems))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from moe_dispatch import BSHD, SBHD, THD, Dispatcher, Routing, build_dispatcher
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.replay import RoutingTable
-from moe_dispatch_tools.traces import Trace
+from moe_dispatch.replay import RoutingTable, replayed
+from moe_dispatch_tools.report.sections import run_content
+from moe_dispatch_tools.traces import RunLog, Trace
 from tests.dispatchers.layer import HIDDEN, small_config
+from tests.pages import run_page
 from tests.ranks import run_ranks
 
 NAMES, LAYERS, LENGTHS = ("a", "b", "c"), 2, {"a": 6, "b": 3, "c": 5}
@@ -131,3 +134,58 @@ def test_refused_recordings(tmp_path: Path) -> None:
             dispatcher.dispatch(torch.zeros(6, HIDDEN), router(torch.arange(6), layer), THD([0, 6]))
     with pytest.raises(InputError, match=r"the same key: \[0, 1\] and \[1, 2\] for sequence 'a', position 0, layer 0"):
         recording.table()
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks, four steps, two layers. The first layer drifts in ``step`` of 10 rows. The last step has no replay."""
+    directory = tmp_path_factory.mktemp("logged") / "run"
+
+    def body(group: Any) -> None:
+        layers = [build_dispatcher(small_config(), group, name=name) for name in ("layers.0", "")]
+        scores, own = torch.arange(8).expand(10, 8) / 10, torch.tensor([[7, 6]]).expand(10, 2)
+        with RunLog.record(layers[0], directory) as log:
+            for step in range(4):
+                ids = own.clone()
+                ids[:step, 0] = 1
+                for layer, given in zip(layers, (ids, own), strict=True):
+                    routing = replayed(given, scores, normalize=True) if step < 3 else Routing(own, torch.rand(10, 2))
+                    sent = layer.dispatch(torch.zeros(10, HIDDEN), routing)
+                    layer.combine(sent.rows, sent)
+                log.step()
+
+    run_ranks(body, 2)
+    return directory
+
+
+def test_log_has_the_slots_of_each_step(logged: Path) -> None:
+    run = RunLog.load(logged)
+    assert {name: counts.tolist() for name, counts in run.slots_replayed.items()} == {
+        "layers.0": [[20, 20], [20, 20], [20, 20], [0, 0]],
+        "": [[20, 20], [20, 20], [20, 20], [0, 0]],
+    }
+    assert run.slots_drifted["layers.0"].tolist() == [[0, 0], [1, 1], [2, 2], [0, 0]]
+    assert not run.slots_drifted[""].any()
+
+
+def test_report_shows_the_drift(logged: Path) -> None:
+    section = run_content("run", RunLog.load(logged))["sections"][-1]
+    assert section["heading"] == "Routing replay"
+    (table,) = section["tables"]
+    assert table["rows"] == [("layers.0", 120, 6, 5, 10), ("without a name", 120, 0, 0, 0)]
+    assert "at most 10" in section["pictures"][-1]
+
+
+def test_code_of_the_page_runs() -> None:
+    torch.manual_seed(0)
+    names = run_page("replay.md")
+    assert names["metrics"].slots_replayed["layers.0"] == 9 * 2  # the tokens of both sequences but the last ones
+    table = names["table"]
+    ids = torch.cat([names["output"]["uid-1"], torch.full((1, 3, 2), -1)]).int()
+    record: dict[str, Any] = {
+        "key": "uid-1",
+        "valid_length": 4,
+        "routed_experts": {"valid_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest()},
+    }
+    assert names["agrees"](table, record)
+    assert not names["agrees"](table, {**record, "key": "uid-0"})

@@ -49,7 +49,7 @@ def test_gradients_equal_a_dense_model_with_forced_ids(size: int, recompute: str
             sent = dispatcher.dispatch(x, routing, layout)
             return dispatcher.combine(apply_experts(sent, weights), sent)
 
-        y = layer(x) if recompute is None else _checkpointed(layer, x, recompute == "reentrant")
+        y: Tensor = layer(x) if recompute is None else checkpoint(layer, x, use_reentrant=recompute == "reentrant")
         (y * random_rows(T, D, 50 + rank, torch.float64)).sum().backward()
         assert x.grad is not None
         assert router.grad is not None
@@ -72,11 +72,6 @@ def test_gradients_equal_a_dense_model_with_forced_ids(size: int, recompute: str
         router_grad += router.grad
     torch.testing.assert_close(torch.cat([part[3] for part in parts]), all_weights.grad)
     assert router_grad.abs().sum() > 0
-
-
-def _checkpointed(layer: Any, x: Tensor, reentrant: bool) -> Tensor:
-    y: Tensor = checkpoint(layer, x, use_reentrant=reentrant)
-    return y
 
 
 def test_drifted_ids_keep_their_scores() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_dispatch import BSHD, SBHD, THD, Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
 from moe_dispatch.layouts import Layout, Masked
 from moe_dispatch_tools.traces import Trace
-from tests.dispatchers.layer import HIDDEN, NUM_EXPERTS, TOP_K, Group, small_config
+from tests.dispatchers.layer import HIDDEN, NUM_EXPERTS, TOP_K, Group, random_rows, small_config
 
 Given = tuple[Tensor, Routing, Layout]
 
@@ -21,18 +21,14 @@ def batches(rank: int) -> list[Given]:
     rows = 7 + 3 * rank
     gaps = THD([0, 2, 2, 5], [0, 4, 4, rows])
     return [
-        (random(rows, rank), routing(rows, rank), gaps),
-        (random(0 if rank == 1 else 4, rank), routing(0 if rank == 1 else 4, 10 + rank), Rows()),
-        (random(6, rank).view(2, 3, HIDDEN), routing(6, 20 + rank), BSHD([1, 3])),
-        (random(6, rank).view(3, 2, HIDDEN), routing(6, 30 + rank), SBHD([2 + rank % 2, 0]).shard(0, 1)),
-        (random(8, rank), routing(8, 40 + rank), THD([0, 3, 14], [0, 4, 16]).shard(rank % 2, 2, "contiguous")),
-        (random(5, rank), routing(5, 50 + rank), Rows(3)),
-        (random(4, rank), routing(4, 60 + rank), Masked(torch.tensor([True, False, rank > 0, True]))),
+        (random_rows(rows, seed=rank), routing(rows, rank), gaps),
+        (random_rows(0 if rank == 1 else 4, seed=rank), routing(0 if rank == 1 else 4, 10 + rank), Rows()),
+        (random_rows(6, seed=rank).view(2, 3, HIDDEN), routing(6, 20 + rank), BSHD([1, 3])),
+        (random_rows(6, seed=rank).view(3, 2, HIDDEN), routing(6, 30 + rank), SBHD([2 + rank % 2, 0]).shard(0, 1)),
+        (random_rows(8, seed=rank), routing(8, 40 + rank), THD([0, 3, 14], [0, 4, 16]).shard(rank % 2, 2)),
+        (random_rows(5, seed=rank), routing(5, 50 + rank), Rows(3)),
+        (random_rows(4, seed=rank), routing(4, 60 + rank), Masked(torch.tensor([True, False, rank > 0, True]))),
     ]
-
-
-def random(rows: int, seed: int) -> Tensor:
-    return torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 def routing(rows: int, seed: int) -> Routing:

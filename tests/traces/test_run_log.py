@@ -216,10 +216,7 @@ WRONG: dict[str, tuple[Damage, str]] = {
     "empty": (emptied, r"must hold rank0\.jsonl and so on, got none"),
     "missing": (lambda run: (run / "rank0.jsonl").unlink(), r"must hold all 2 ranks, got rank 1"),
     "mixed": (header(1, run="another"), r"one run, got rank0\.jsonl of run \w{16} and rank1\.jsonl of rank 1 of run"),
-    "torn header": (
-        lambda run: (run / "rank1.jsonl").write_text('{"moe_dis'),
-        r"rank1\.jsonl must begin with a header, got 9 characters",
-    ),
+    "torn header": (lambda run: (run / "rank1.jsonl").write_text('{"moe_dis'), "must begin with a header, got 9 char"),
     "other file": (line(1, 0, '{"loss": 3}\n'), NO_LINE.format(1) + r"moe_dispatch_run: Field required"),
     "other format": (header(0, moe_dispatch_run=2), r"must have format 1, got format 2, of a newer moe-dispatch"),
     "format 0": (header(0, moe_dispatch_run=0), NO_LINE.format(1) + "moe_dispatch_run: Input should be 1"),
@@ -231,10 +228,7 @@ WRONG: dict[str, tuple[Damage, str]] = {
     "5000 digits": (line(0, 1, DIGITS), NO_LINE.format(2)),
     "NUL in a name": (header(0, name="a\0"), r"got name: String should match pattern"),
     "other experts": (header(0, config={**CONFIG, "num_experts": 10**9}), r"must have counts of 1000000000 experts"),
-    "other version": (
-        header(0, config={"future_field": 1}, versions={"moe_dispatch": "9.0"}),
-        r"must be valid in this version, got a config of moe_dispatch 9\.0: [\s\S]*futur",
-    ),
+    "other version": (header(0, config={"new": 1}, versions={"moe_dispatch": "9.0"}), r"moe_dispatch 9\.0: [\s\S]*new"),
 }
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from moe_dispatch import DispatcherConfig, build_dispatcher
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch_tools.compare import contenders
-from moe_dispatch_tools.compare.workload import WORKLOADS, Workload, make_material, workload_ids
+from moe_dispatch_tools.compare.command import make_workloads
+from moe_dispatch_tools.compare.workload import MOST_STEPS, WORKLOADS, Workload, make_material, real_rows, workload_ids
+from moe_dispatch_tools.traces import Trace
 from tests.cli.compare.test_compare import asked, outcome, written
 from tests.cli.conftest import Command
 from tests.cli.test_command import start
-from tests.dispatchers.layer import small_config
+from tests.dispatchers.layer import random_routing, random_rows, small_config
 from tests.ranks import run_ranks
 from tests.traces.recorded import record_batches
 
@@ -101,17 +105,14 @@ def test_memory_has_the_weights_of_slots(config: str) -> None:
 def test_workloads_do_not_depend_on_the_ranks() -> None:
     """Ranks share the same tokens, each token names different experts, and each workload is what its name says."""
     config = small_config()
-    of_ranks = [
-        [
-            make_material(Workload(tokens=192 // size, routing=name), config, rank=rank, ranks=size)
-            for rank in range(size)
-        ]
-        for name in ("W2_hot_rank", "W4_source_ragged")
-        for size in (2, 4)
-    ]
-    shared = [torch.cat([rank.steps[1].batch().ids_TK for rank in ranks]) for ranks in of_ranks]
-    assert torch.equal(shared[0], shared[1])
-    assert torch.equal(shared[2], shared[3])
+
+    def shared(name: str, size: int) -> torch.Tensor:
+        workload = Workload(tokens=192 // size, routing=name)
+        of_ranks = [make_material(workload, config, rank=rank, ranks=size) for rank in range(size)]
+        return torch.cat([material.steps[1].batch().ids_TK for material in of_ranks])
+
+    for name in ("W2_hot_rank", "W4_source_ragged"):
+        assert torch.equal(shared(name, 2), shared(name, 4))
     for name in WORKLOADS:
         for step in range(4):
             ids = workload_ids(name, 960, 2, 8, step)
@@ -134,19 +135,6 @@ def test_workloads_do_not_depend_on_the_ranks() -> None:
             assert (rows[:4].sum() == 0) == (name == "W5_zero_expert_rank")
 
 
-def test_a_trace_is_balanced_as_it_was_routed(command: Command, tmp_path: Path) -> None:
-    """Ids named twice, ids of -1, a rank without tokens, lengths that only a device knew."""
-    path = tmp_path / "run.safetensors"
-    run_ranks(lambda group: record_batches(group, path, small_config("alltoall", pad_multiple=4)), 2)
-    file = written(tmp_path, num_experts=8, hidden_size=16, pad_multiple=4, spare_experts_per_rank=2)
-    shape = ["--trace", path, "--expert-width", "8", "--steps", "4", "--rounds", "1", *EXACTLY]
-    report = asked(command, "-b", f"alltoall,{BALANCED}", file, *shape)
-    assert report["cases"][0]["agree"]
-    plain, balanced = outcome(report, "alltoall"), outcome(report, BALANCED)
-    assert plain["bytes_sent"]["experts"] < 100 < balanced["bytes_sent"]["experts"]
-    assert balanced["peak_rows"] <= plain["peak_rows"]
-
-
 def test_weights_in_wrong_slots_are_seen(command: Command, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the weights of a rank's slots are in the opposite order."""
 
@@ -158,3 +146,102 @@ def test_weights_in_wrong_slots_are_seen(command: Command, config: str, monkeypa
     monkeypatch.setattr(contenders, "SlotWeights", Wrong)
     shape = ["--ranks", "2", "--tokens", "16", "--steps", "1", "--rounds", "1", "--expert-width", "8", *EXACTLY]
     assert not asked(command, "-b", BALANCED, config, *shape, status=1)["cases"][0]["agree"]
+
+
+# What the recorder's tests record: two layers, seven dispatches each, in layouts of every kind.
+SIZES: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 16, "pad_multiple": 4}
+DISPATCHES, MOST_ROWS = 14, 10
+IN_FLOAT32 = ("--dtype", "float32")
+ROOM: dict[str, dict[str, Any]] = {"eager": {}, "graph-safe": {"graph_safe": True, "max_tokens_per_rank": MOST_ROWS}}
+
+
+def record(path: Path, backend: str = "alltoall", **fields: Any) -> Path:
+    run_ranks(lambda group: record_batches(group, path, small_config(backend, pad_multiple=4, **fields)), 2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("recorded") / "run.safetensors")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    return written(tmp_path, **SIZES)
+
+
+@pytest.mark.parametrize(("backend", "mode"), [("alltoall", "graph-safe"), ("allgather", "eager")])
+def test_results_agree_and_costs_are_those_of_a_plan(command: Command, tmp_path: Path, backend: str, mode: str) -> None:
+    """Ids named twice, ids of -1, a rank without tokens, lengths that only a device knew."""
+    path, file = record(tmp_path / "run.safetensors", backend, **ROOM[mode]), written(tmp_path, **SIZES)
+    report = asked(command, "-b", backend, file, "--trace", path, "--mode", mode, "--rounds", "1", *IN_FLOAT32)
+    (case,) = report["cases"]
+    assert case["agree"]
+    assert case["trace"] == {"file": str(path), "dispatches": DISPATCHES}
+    assert (case["routing"], report["ranks"], case["steps"]) == (None, 2, DISPATCHES)
+    real = [[len(real_rows(part)) for part in call.parts] for call in Trace.load(path).calls]
+    assert case["tokens"] == [max(of_rank) for of_rank in zip(*real, strict=True)]
+    found = outcome(report, backend, mode)
+    room = ["--set", "graph_safe=true", "--set", f"max_tokens_per_rank={MOST_ROWS}"] if ROOM[mode] else []
+    planned = command("plan", file, "--routing", str(path), "-b", backend, "--dtype", "float32", "--json", *room)
+    (plan,) = json.loads(planned.out)["backends"]
+    assert 2 * (plan["forward"]["expected"] + plan["backward"]["expected"]) == pytest.approx(
+        sum(found["bytes_sent"].values())
+    )
+    assert 2 * plan["rank_padding"]["expected"] == pytest.approx(found["rows_padded"]["rank"])
+
+
+def test_every_rank_has_its_own_routing(recorded: Path) -> None:
+    workload = Workload(dtype="float32", trace=recorded, steps=DISPATCHES)
+    ranks = [make_material(workload, DispatcherConfig(**SIZES), rank=rank, ranks=2).steps for rank in range(2)]
+    for step, call in enumerate(Trace.load(recorded).calls):
+        for rank, part in enumerate(call.parts):
+            batch, form = ranks[rank][step].batch(), ranks[rank][step].input_layout
+            real_T = real_rows(part)
+            chosen = batch.ids_TK >= 0
+            assert torch.equal(batch.ids_TK, part.routing.topk_ids[real_T])
+            assert torch.equal(batch.weights_TK[chosen], part.routing.topk_weights[real_T].double()[chosen])
+            assert batch.weights_TK[~chosen].isnan().all()
+            assert (*form.leading, 16) == tuple(part.shape)
+            assert form.layout.on_host == part.on_host
+    first, again, other = (ranks[0][step].batch().x_TD for step in (0, 0, 7))
+    assert torch.equal(first, again)
+    assert not torch.equal(first[:3], other[:3])
+
+
+def test_few_steps_are_taken_of_a_long_trace(command: Command, file: str, recorded: Path, tmp_path: Path) -> None:
+    shape = ["--trace", str(recorded), "--mode", "eager", "--steps", "1", "--rounds", "1"]
+    few = command("compare", "-b", "alltoall", file, *shape).out
+    assert f"routing of {recorded}, the first 1 of {DISPATCHES} dispatches" in few
+    assert "2 ranks over gloo" in few
+    dispatcher, path = build_dispatcher(small_config("local")), tmp_path / "long.safetensors"
+    with Trace.record(dispatcher, path):
+        for seed in range(MOST_STEPS + 1):
+            dispatcher.dispatch(random_rows(2), random_routing(2, seed))
+    (workload,), ranks = make_workloads(trace=path)
+    assert (workload.steps, workload.recorded, ranks) == (MOST_STEPS, MOST_STEPS + 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--tokens", "8"], "--tokens must not be given with --trace, .* got '8'"),
+        (["--routing", "skewed"], "--routing must not be given with --trace, .* got 'skewed'"),
+        (["--ranks", "4"], "Trace.check: ep_size must be 2, as in the trace, got 4"),
+    ],
+)
+def test_what_does_not_fit_the_trace_is_refused(
+    arguments: list[str], told: str, command: Command, file: str, recorded: Path
+) -> None:
+    answer = command("compare", "-b", "alltoall", file, "--trace", str(recorded), *arguments)
+    assert (answer.status, answer.out) == (2, "")
+    assert re.match(f"Error: {told}", answer.error), answer.error
+
+
+def test_a_promise_of_equal_rows_is_not_taken_for_a_trace(command: Command, tmp_path: Path, recorded: Path) -> None:
+    """Ranks have 4 and 0 rows in one dispatch, and an assumption that is wrong would hang."""
+    file = written(tmp_path, **SIZES, row_counts="assume")
+    report = asked(
+        command, "-b", "allgather", file, "--trace", recorded, "--mode", "eager", "--steps", "4", *IN_FLOAT32
+    )
+    assert report["cases"][0]["agree"]

@@ -1,19 +1,108 @@
-"""Plans: of a known routing they are what a run of it sends, byte by byte and row by row; and what is refused."""
+"""What tests of plans share: routings that leave nothing out, a run of them, and a plan of them."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from moe_dispatch import Rows, build_dispatcher
-from moe_dispatch.backends import capacity
+from moe_dispatch import DispatcherConfig, Routing, Rows, build_dispatcher
+from moe_dispatch.backends import MoEShape, capacity
+from moe_dispatch.balance import ExpertPlacement
+from moe_dispatch.dispatchers import Metrics
 from moe_dispatch.dispatchers.requirements import shape_of
-from moe_dispatch.errors import ConfigError
-from moe_dispatch_tools.plan.routing import random_routing
-from tests.cli.plan.planned import LABELS, TOKENS, config, mixed_ids, plan_of, recorded, run
+from moe_dispatch.errors import ConfigError, InputError
+from moe_dispatch_testing import Ranks, allow_host_syncs, count_collectives
+from moe_dispatch_testing.scenario import ROUTINGS
+from moe_dispatch_tools.loads import count_loads
+from moe_dispatch_tools.names import parse_backend
+from moe_dispatch_tools.placements import count_copies
+from moe_dispatch_tools.plan.forecast import forecast
+from moe_dispatch_tools.plan.models import GroupLimit, Model
+from moe_dispatch_tools.plan.routing import (
+    RoutingSource,
+    choose_experts,
+    draw_experts,
+    popularity,
+    random_routing,
+    recorded_routing,
+)
+from moe_dispatch_tools.traces import Trace
+from tests.cli.conftest import Command
+from tests.cli.plan.test_models import QWEN3, written
 from tests.ranks import run_ranks
+
+EXPERTS, TOP_K, HIDDEN, TOKENS = 16, 4, 128, 24
+RANKS = Ranks()
+# What a plan tells of, of all that is counted.
+LABELS = ("counts", "dispatch", "combine", "combine.backward", "dispatch.backward", "balance")
+
+
+def config(**fields: Any) -> DispatcherConfig:
+    return DispatcherConfig(**{"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, **fields})
+
+
+def mixed_ids(size: int, seed: int = 0) -> list[Tensor]:
+    """Of each rank: another number of rows, skewed, with slots that go nowhere and experts named twice."""
+    found = []
+    for rank in range(size):
+        kind = ("skewed", "partly_nowhere", "duplicates", "uniform")[rank % 4]
+        generator = torch.Generator().manual_seed(100 * seed + rank)
+        found.append(ROUTINGS[kind](TOKENS - 2 * rank, TOP_K, EXPERTS, generator))
+    return found
+
+
+def run(
+    given: DispatcherConfig, ids: Sequence[Tensor], dtype: torch.dtype = torch.bfloat16
+) -> list[tuple[Metrics, int]]:
+    """One dispatch, combine and their backwards: each rank's metrics, and the bytes of its collectives as seen."""
+
+    def body(group: dist.ProcessGroup) -> tuple[Metrics, int]:
+        mine = ids[group.rank()]
+        with allow_host_syncs():
+            dispatcher = build_dispatcher(given, group)
+            x = torch.randn(len(mine), given.hidden_size).to(dtype).requires_grad_()
+            weights = torch.rand(mine.shape).requires_grad_()
+        with count_collectives() as seen:
+            sent = dispatcher.dispatch(x, Routing(mine, weights))
+            dispatcher.combine(sent.rows, sent).sum().backward()
+        return dispatcher.metrics(), seen.nbytes
+
+    return RANKS.run(body, len(ids))
+
+
+def plan_of(
+    given: DispatcherConfig,
+    size: int,
+    source: RoutingSource,
+    backend: str,
+    dtype: torch.dtype = torch.bfloat16,
+    **more: Any,
+) -> Any:
+    """Plan backends. Other names are of ``forecast`` and of its model."""
+    return forecast(
+        Model(name="test", config=given.replace(backend="auto"), layers=more.pop("layers", 1), dtype=dtype),
+        source,
+        ep_size=size,
+        nodes=more.pop("nodes", 1),
+        backends=[parse_backend(name) for name in backend.split(",")],
+        **more,
+    )
+
+
+def recorded(*dispatches: Sequence[Tensor]) -> RoutingSource:
+    return recorded_routing(dispatches, "a test")
+
 
 STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": TOKENS + 3}
 # A backend as a command line names it, dtype, fields of the config, and number of ranks.
@@ -34,25 +123,16 @@ VARIANTS: list[tuple[str, torch.dtype, dict[str, Any], int]] = [
     ("allgather", torch.bfloat16, {**STATIC, "capacity_factor": 1.5, "on_overflow": "drop"}, 4),
     ("allgather", torch.bfloat16, {"spare_experts_per_rank": 1, "balance": "eplb"}, 4),
 ]
-IDS = [f"{name}-{str(dtype)[6:]}-{'-'.join(fields) or 'plain'}-{size}" for name, dtype, fields, size in VARIANTS]
-
-
-def options(name: str) -> Any:
-    where, _, pair = name.partition("+")
-    option, _, value = pair.partition("=")
-    if not pair:
-        return where
-    return {"name": where, option: float(value) if value[0].isdigit() else value}
 
 
 def summed(values: list[int]) -> dict[str, float]:
     return {"expected": sum(values) / len(values), "low": min(values), "high": max(values)}
 
 
-@pytest.mark.parametrize(("name", "dtype", "fields", "size"), VARIANTS, ids=IDS)
+@pytest.mark.parametrize(("name", "dtype", "fields", "size"), VARIANTS)
 def test_bytes_and_rows_are_those_of_a_run(name: str, dtype: torch.dtype, fields: dict[str, Any], size: int) -> None:
     ids = mixed_ids(size)
-    given = config(backend=options(name), **fields)
+    given = config(backend=parse_backend(name).spec(), **fields)
     measured = run(given, ids, dtype)
     (plan,) = (found := plan_of(given, size, recorded(ids), name, dtype))["backends"]
     assert plan["refused"] is None
@@ -98,8 +178,7 @@ def test_bytes_of_two_levels_are_those_of_a_run(reduction: str, size: int, nodes
     """With ``balance`` the plan has one node: the option of the backend says otherwise."""
     ids, per_node = mixed_ids(size), size // nodes
     name = f"alltoall+levels=2+ranks_per_node={per_node}+reduction={reduction}"
-    backend = {"name": "alltoall", "levels": 2, "ranks_per_node": per_node, "reduction": reduction}
-    measured = run(config(backend=backend, **fields), ids)
+    measured = run(config(backend=parse_backend(name).spec(), **fields), ids)
     (plan,) = plan_of(config(**fields), size, recorded(ids), name, nodes=1 if fields else nodes)["backends"]
     assert any("within_node" in label for label in plan["sent"]) == (1 < nodes < size)
     sent = {label: [metrics.bytes_sent.get(label, 0) for metrics, _ in measured] for label in plan["sent"]}
@@ -151,19 +230,6 @@ def planned(backend: str, size: int = 4, *, fields: dict[str, Any] | None = None
 
 def by_name(found: Any) -> dict[str, Any]:
     return {backend["name"]: backend for backend in found["backends"]}
-
-
-@pytest.mark.slow
-def test_512_ranks_on_64_nodes() -> None:
-    sizes = {"num_experts": 512, "top_k": 8, "hidden_size": 4096, "pad_multiple": "fp8"}
-    more = {"nodes": 64, "layers": 60, "source": random_routing("zipf:0.5"), "tokens": 4096}
-    found = planned("alltoall,allgather,deepep,hybridep", 512, fields=sizes, **more)
-    plans = by_name(found)
-    # v1 has kernels for 160 ranks at most.
-    assert [name for name, plan in plans.items() if plan["refused"] is not None] == ["deepep v1.2.1"]
-    # Nearly every one of 8 experts is on another rank of its own.
-    assert plans["alltoall"]["sent"]["dispatch"]["expected"] == pytest.approx(4096 * 8 * 8240, rel=0.02)
-    assert found["received"]["expected"] == pytest.approx(4096 * 8)
 
 
 def test_rows_cross_once_for_each_rank_or_each_node() -> None:
@@ -275,3 +341,196 @@ def test_numbers_that_do_not_fit_are_refused(changes: dict[str, Any], message: s
 def test_unknown_routings_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"routing must be .* 0 to 8, .*, got '{name}'"):
         random_routing(name)
+
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return str(written(tmp_path, {**QWEN3, "num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 256}))
+
+
+def asked(command: Command, *arguments: str, status: int = 0) -> Any:
+    answer = command("plan", *arguments, "--json")
+    assert answer.status == status, answer.error
+    return json.loads(answer.out)
+
+
+def test_options_reach_the_plan(command: Command, model: str) -> None:
+    shape = ["--ep", "4", "--nodes", "2", "--tokens", "504", "--layers", "3", "--dtype", "float32"]
+    more = ["--set", "pad_multiple=fp8", "--set", "wire_dtype=bfloat16"]
+    found = asked(command, model, *shape, *more, "-b", "alltoall", "--routing", "zipf:0.5")
+    described = {name: found["model"][name] for name in ("layers", "dtype", "pad_multiple", "wire_dtype")}
+    assert described == {"layers": 3, "dtype": "float32", "pad_multiple": 16, "wire_dtype": "bfloat16"}
+    assert found["cluster"] == {"ep_size": 4, "nodes": 2, "ranks_per_node": 2}
+    assert found["rows_per_rank"] == 504
+    assert found["routing"].startswith("zipf with exponent 0.5")
+    assert [backend["name"] for backend in found["backends"]] == ["alltoall"]
+    seeds = [["--seed", "1"], ["--seed", "1"], []]
+    drawn = ["--tokens", "16", "--routing", "zipf", "-b", "alltoall"]
+    first, same, other = (asked(command, model, *drawn, *seed) for seed in seeds)
+    assert first == same
+    assert first["cluster"]["ep_size"] == 8
+    assert first["received"] != other["received"]
+
+
+def test_graph_safe_mode_is_set(command: Command, model: str) -> None:
+    room = ["--set", "graph_safe=true", "--set", "max_tokens_per_rank=64", "--set", "capacity_factor=1.4"]
+    room += ["--set", "on_overflow=drop"]
+    found = asked(command, model, "-b", "alltoall,hybridep", *room)
+    assert (found["model"]["graph_safe"], found["rows_per_rank"]) == (True, 64)
+    assert 1.4 in [one["factor"] for one in found["capacities"]]
+    assert "it drops rows by position" in found["backends"][1]["refused"]
+    assert "size of wire" in command("plan", model, "-b", "alltoall", *room).out
+    nothing = asked(command, model, "-b", "local", *room, status=1)
+    assert nothing["backends"][0]["refused"]
+
+
+def test_options_of_the_config_belong_to_its_backend(command: Command, tmp_path: Path) -> None:
+    text = '{"backend": {"name": "alltoall", "reduction": "exact"}, "num_experts": 16, "top_k": 4, "hidden_size": 64}'
+    own = written(tmp_path, text, "own.yaml")
+    found = asked(command, str(own), "--tokens", "64", "--ep", "2")
+    plans = {backend["name"]: backend for backend in found["backends"]}
+    fast = asked(command, str(own), "--tokens", "64", "--ep", "2", "-b", "alltoall")["backends"][0]
+    assert plans["alltoall"]["sent"]["combine"]["expected"] > 1.5 * fast["sent"]["combine"]["expected"]
+
+
+def test_a_trace_is_planned_as_it_ran(command: Command, model: str, tmp_path: Path) -> None:
+    ids, path = mixed_ids(4), tmp_path / "run.safetensors"
+    given = config(backend="alltoall", hidden_size=256)
+
+    def body(group: dist.ProcessGroup) -> int:
+        dispatcher = build_dispatcher(given, group)
+        mine = ids[group.rank()]
+        with Trace.record(dispatcher, path):
+            x = torch.randn(len(mine), 256, dtype=torch.bfloat16).requires_grad_()
+            sent = dispatcher.dispatch(x, Routing(mine, torch.rand(mine.shape)), Rows(num_real=len(mine) - 3))
+            dispatcher.combine(sent.rows, sent).sum().backward()
+        return dispatcher.metrics().bytes_sent["dispatch"]
+
+    measured = run_ranks(body, 4)
+    found = asked(command, model, "--routing", str(path), "-b", "alltoall,allgather")
+    assert found["cluster"]["ep_size"] == 4
+    assert found["routing"] == "run.safetensors: 1 dispatch of 1 layer in 1 step"
+    sent = found["backends"][0]["sent"]["dispatch"]
+    assert (sent["low"], sent["high"], 4 * sent["expected"]) == (min(measured), max(measured), sum(measured))
+    own = asked(command, str(path), "-b", "alltoall,allgather")  # with the config of the trace
+    assert (own["routing"], own["received"], own["model"]["name"]) == (found["routing"], found["received"], path.name)
+    assert (own["model"]["layers"], own["model"]["dtype"]) == (1, "bfloat16")
+    answer = command("plan", model, "--routing", str(path), "--ep", "8")
+    assert answer.status == 2
+    assert answer.error.startswith("Error: Trace.check: ep_size must be 4, as in the trace, got 8.")
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_is_printed(command: Command, tmp_path: Path) -> None:
+    """To write it anew: paste what this test prints where it fails."""
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    written(tmp_path, re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
+    asked_for, shown = re.findall(r"```console\n\$ moe-dispatch (.*?)\n(.*?)```", page, re.DOTALL)[0]
+    with contextlib.chdir(tmp_path):
+        printed = "\n".join(line.rstrip() for line in command(*asked_for.split()).out.splitlines())
+    assert printed == shown.rstrip("\n")
+
+
+def test_traces_that_are_refused(command: Command, model: str, tmp_path: Path) -> None:
+    dispatcher = build_dispatcher(config(backend="local", hidden_size=256))
+    with Trace.record(dispatcher, tmp_path / "run.safetensors"), contextlib.suppress(InputError):
+        dispatcher.dispatch(torch.zeros(1, 256), Routing(torch.tensor([[0, 1, 2, 16]]), torch.ones(1, 4)))
+    answer = command("plan", model, "--routing", str(tmp_path / "run.safetensors"))
+    assert (answer.status, answer.out) == (2, "")
+    assert "Error: plan: topk_ids must lie in -1..15, got 0..16 on rank 0 in step 0" in answer.error
+    with Trace.record(dispatcher, tmp_path / "empty.safetensors"):
+        pass
+    answer = command("plan", model, "--ep", "1", "--routing", str(tmp_path / "empty.safetensors"))
+    assert re.match(r"Error: plan: \S+ must hold a dispatch, got none\. Record at least one step\.", answer.error)
+
+
+def test_copies_by_hand() -> None:
+    """Experts 0 and 1 are at home on rank 0. Rank 1 has a copy of expert 0; a slot of rank 0 is empty."""
+    assert count_copies(ExpertPlacement(4, ((0, 1, -1), (2, 3, 0)))) == 1
+    assert count_copies(ExpertPlacement(4, ((2, 3), (1, 0)))) == 4
+
+
+def test_the_placement_of_the_config_is_planned(command: Command, tmp_path: Path) -> None:
+    sizes = {"num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 256, "moe_intermediate_size": 64}
+    model = str(written(tmp_path, {**QWEN3, **sizes}))
+    arguments = ["plan", model, "--ep", "4", "--tokens", "512", "--routing", "zipf", "-b", "alltoall"]
+    slots = [*arguments, "--set", "spare_experts_per_rank=2"]
+    balanced, exact = [*slots, "--set", "balance=least_loaded"], [*arguments, "--set", "balance=exact"]
+    shown = command(*balanced).out
+    assert "expert parallelism over 4 ranks, 1 node of 4; eager" in shown
+    assert "a rank has 6 expert slots, 2 of them spare, filled by least_loaded in each dispatch" in shown
+    assert re.search(r"^weights of \d experts, [\d.]+ kB, travel in a forward of a layer", shown, re.MULTILINE)
+    without, found, other = (json.loads(command(*asked, "--json").out) for asked in (slots, balanced, exact))
+    assert (without["copies"]["high"], found["expert_bytes"], found["capacities"]) == (0, 3 * 256 * 64 * 2, [])
+    assert 0 < found["copies"]["expected"] <= found["copies"]["high"] <= 8
+    assert found["busiest_rank"]["expected"] < 0.8 * without["busiest_rank"]["expected"]
+    assert found["busiest_expert"] == without["busiest_expert"]
+    assert found["backends"][0]["sent"]["balance"]["expected"] == 8 * 17 * 3
+    assert other["model"]["spare_experts_per_rank"] == 4
+
+
+LIMIT = GroupLimit(num_groups=8, topk_groups=4, scored_experts=2)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_known_loads_by_hand() -> None:
+    """Two nodes of two ranks with two experts each; rank 0 sends a row to ranks 2 and 3, and one to itself."""
+    of = MoEShape(num_experts=8, top_k=3, hidden_size=8, ep_size=4, pad_multiple=4, ranks_per_node=2)
+    nowhere = torch.full((1, 3), -1)
+    found = count_loads([[torch.tensor([[6, 4, 5], [0, 0, -1]]), nowhere, nowhere, nowhere]], of)
+    assert found.rows_CP.tolist() == [[2, 1, 1, 1]]
+    assert found.tokens_CE.tolist() == [[1, 0, 0, 0, 1, 1, 1, 0]]
+    assert found.received_CP.tolist() == [[1, 0, 2, 1]]
+    assert found.expert_padding_CP(4).tolist() == [[3, 0, 6, 3]]
+    assert found.slots_CPP[0].tolist() == [[1, 0, 2, 1], [0] * 4, [0] * 4, [0] * 4]
+    assert found.pairs_CPP[0].tolist() == [[1, 0, 1, 1], [0] * 4, [0] * 4, [0] * 4]
+    assert found.nodes_CPN[0].tolist() == [[1, 1], [0, 0], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 8.0])
+def test_odds_by_hand(exponent: float) -> None:
+    """First a, then b, has odds a * b / (1 - a)."""
+    odds, tokens = popularity(4, exponent, generator()), 40_000
+    ids = draw_experts(odds, 3, tokens, generator(1))
+    assert all(len(set(row)) == 3 for row in ids[:1000].tolist())
+    for a, b in itertools.permutations(range(4), 2):
+        wanted = float(odds[a] * odds[b] / (1 - odds[a]))
+        found = float(((ids[:, 0] == a) & (ids[:, 1] == b)).double().mean())
+        assert found == pytest.approx(wanted, abs=5 * math.sqrt(wanted * (1 - wanted) / tokens) + 1e-4)
+
+
+def test_large_groups_are_simulated_in_few_dispatches() -> None:
+    large = MoEShape(num_experts=8, top_k=1, hidden_size=8, ep_size=8, pad_multiple=1)
+    assert len(list(random_routing("uniform").dispatches(large, 2**16))) == 2
+    of = MoEShape(num_experts=64, top_k=2, hidden_size=8, ep_size=64, pad_multiple=1)
+    (first, *_), (again, *_) = (random_routing("uniform", seed=3).dispatches(of, 64) for _ in range(2))
+    assert torch.equal(first[5], again[5])
+    assert first[5].shape == (64, 2)
+
+
+def by_hand(scores: list[float], top_k: int, groups: GroupLimit) -> set[int]:
+    """Return the experts of one token, by loops."""
+    size = len(scores) // groups.num_groups
+    members = [range(group * size, (group + 1) * size) for group in range(groups.num_groups)]
+
+    def score(group: range) -> float:
+        return sum(sorted((scores[expert] for expert in group), reverse=True)[: groups.scored_experts])
+
+    best = sorted(members, key=score, reverse=True)[: groups.topk_groups]
+    allowed = [expert for group in best for expert in group]
+    return set(sorted(allowed, key=lambda expert: scores[expert], reverse=True)[:top_k])
+
+
+@pytest.mark.parametrize("limit", [LIMIT, GroupLimit(num_groups=4, topk_groups=1, scored_experts=1)])
+def test_experts_are_chosen_as_by_loops(limit: GroupLimit) -> None:
+    scores_TE = torch.randn(200, 32, generator=generator())
+    ids_TK = choose_experts(scores_TE, 6, limit)
+    for scores, ids in zip(scores_TE.tolist(), ids_TK.tolist(), strict=True):
+        assert len(ids) == 6
+        assert set(ids) == by_hand(scores, 6, limit)

@@ -1,4 +1,4 @@
-"""The converted block: few lines changed, the numbers of the plain one, and a difference is seen."""
+"""Examples that are scripts: the converted block has the numbers of the plain one; what others print and draw."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+import balance_layer
 import convert_model
+import profile_layer
 from convert_model import ExpertParallelMoE, PlainMoE
 from moe_dispatch_testing import run_processes
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "convert_model.py"
+PNG_SIGNATURE = b"\x89PNG"
 
 
-def finished(*arguments: str, launcher: tuple[str, ...] = ()) -> str:
-    """What the script wrote, once it has ended with 0."""
+def finished(script: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
+    """What a script wrote, once it has ended with 0."""
     process = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), *arguments],
+        [sys.executable, *launcher, str(ROOT / "examples" / script), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
         check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr
@@ -45,7 +48,7 @@ def rows_of(output: str) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 def test_all_backends_give_the_numbers_of_the_plain_block() -> None:
-    rows = rows_of(finished())
+    rows = rows_of(finished("convert_model.py"))
     assert {backend: row[0] for backend, row in rows.items()} == {"alltoall": 4, "allgather": 4, "local": 1}
     for backend, (_, *differences) in rows.items():
         assert max(differences) <= 1e-6, backend
@@ -55,7 +58,7 @@ def test_all_backends_give_the_numbers_of_the_plain_block() -> None:
 @pytest.mark.slow
 def test_torchrun_starts_the_ranks() -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    output = finished("--backend", "alltoall", launcher=launcher)
+    output = finished("convert_model.py", "--backend", "alltoall", launcher=launcher)
     assert output.count("alltoall") == 1, "one rank reports"
     assert rows_of(output)["alltoall"][0] == 2
 
@@ -120,3 +123,65 @@ def test_no_difference_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     assert list(rows_of(output)) == ["local"]
     assert output.startswith(f"{len(convert_model.changed_lines())} lines changed; ")
+
+
+@pytest.mark.slow
+def test_trace_and_picture(tmp_path: Path) -> None:
+    finished("profile_layer.py", "--ranks", "2", "--out", str(tmp_path))
+    events = sorted(profile_layer.ranges(tmp_path / "trace.json"), key=lambda event: float(event["ts"]))
+    names = [event["name"].removeprefix("moe_dispatch::") for event in events]
+    assert names == ["dispatch", "experts", "combine", "combine.backward", "dispatch.backward"]
+    assert (tmp_path / "trace.png").read_bytes().startswith(PNG_SIGNATURE)
+
+
+@pytest.mark.slow
+def test_steps_in_chunks_are_timed_beside_one_dispatch() -> None:
+    found, _ = run_processes(profile_layer.time_chunks, 2, "alltoall", 4, 1)
+    assert list(found) == ["one dispatch", "chunks", "chunks without overlap", "chunks with recomputation"]
+    assert found["one dispatch"][1] == 1
+
+
+@pytest.mark.slow
+def test_table(tmp_path: Path) -> None:
+    sizes = "--ranks 2 --experts 8 --hidden 16 --inner 16 --tokens 64 --steps 2 --zipf 2 --min-rows 0"
+    picture = tmp_path / "ratios.png"
+    _, *lines = finished("balance_layer.py", *sizes.split(), "--picture", str(picture)).splitlines()
+    table = (map(str.strip, line.split("|")) for line in lines[:3])
+    tokens, sides, _, busiest, ratio, moved = zip(*table, strict=True)
+    assert tokens == ("2.0,      32",) * 3
+    assert sides == ("without", "with", "even")
+    rows = [int(numbers.split(",")[1]) for numbers in busiest]
+    assert rows[0] > 1.1 * max(rows[1:])
+    assert float(ratio[0]) > 1.1 > max(map(float, ratio[1:]))
+    assert (moved[0], moved[2]) == ("0.0", "0.0")
+    clocks = [line.split("|")[1].split(":")[0].strip() for line in lines[3:]]
+    assert clocks == [f"{clock} time without / {side}" for clock in ("wall", "cpu") for side in ("with", "even")]
+    assert picture.read_bytes().startswith(PNG_SIGNATURE)
+
+
+def test_ratio_is_that_of_the_fastest_quarters() -> None:
+    assert balance_layer.ratio([9, 6, 8, 7, 100, 100, 100, 100], [3, 5, 50, 50, 50, 50, 50, 50]) == 6.5 / 4
+
+
+def test_saved_bytes_are_those_that_are_still_there_after_the_forward() -> None:
+    freed, kept, weight = (torch.ones(size, requires_grad=True) for size in (10, 20, 30))
+
+    def forward() -> Tensor:
+        copy = freed.clone()
+        result = (copy * copy).sum() + (kept * kept).sum() + (weight * 2).sum()
+        copy.untyped_storage().resize_(0)
+        return result
+
+    _, saved = balance_layer.with_saved_bytes(forward)
+    assert saved == 20 * 4
+
+
+def test_trainer_routes_as_the_rollout_did(tmp_path: Path) -> None:
+    for package in ("ray", "transformers"):
+        pytest.importorskip(package, reason="the packages of the ray-example extra are not installed")
+    replayed, free = finished("ray_replay.py", "--samples", "4", "--out", str(tmp_path)).splitlines()[-2:]
+    assert re.match(r"with replay: 0\.0 % of the slots differ .* by at most \d\.\de-1[3-6], ", replayed)
+    drift = re.match(r"without replay: (\d+\.\d) % of the slots differ", free)
+    assert drift is not None
+    assert float(drift[1]) > 0.1
+    assert (tmp_path / "replay.png").stat().st_size > 10_000
