@@ -135,13 +135,11 @@ class Whole:
     Attributes:
         tensors: gradients by "layer.name"; gradients of inputs by "x.micro-batch.dp", and outputs, zero where there is
             padding, by "y.micro-batch.dp".
-        tokens_per_expert: by layer, int64 (E,): real tokens of the step.
-        margin: how far the last chosen expert's score was from the first one not chosen, at the least.
+        tokens_per_expert: (E,) real tokens of the step, over all layers.
     """
 
     tensors: dict[str, Tensor]
-    tokens_per_expert: list[Tensor]
-    margin: float
+    tokens_per_expert: Tensor
 
 
 Step = Sequence[Sequence[Packed]]  # micro-batches, each by data-parallel rank
@@ -159,32 +157,25 @@ def run_whole(sizes: Sizes, step: Step) -> Whole:
     held = parameters(sizes)
     leaves = {name: parameter.requires_grad_() for name, parameter in named(held).items()}
     outputs: dict[str, Tensor] = {}
-    counts = [torch.zeros(sizes.experts, dtype=torch.int64) for _ in held]
-    margins = []
-
-    def watched(index: int, batch: Packed, leaning_TE: Tensor) -> Experts:
-        def experts(h_TD: Tensor, weights: Weights, ids_TK: Tensor, shares_TK: Tensor) -> Tensor:
-            counts[index] += ids_TK[batch.real_T].flatten().bincount(minlength=sizes.experts)
-            scores_TE = h_TD.detach() @ weights["router"].detach() + leaning_TE
-            best = scores_TE[batch.real_T].topk(sizes.top_k + 1).values
-            margins.append((best[:, -2] - best[:, -1]).min().item() if len(best) else float("inf"))
-            return every_expert(h_TD, weights, ids_TK, shares_TK)
-
-        return experts
+    counts_E = torch.zeros(sizes.experts, dtype=torch.int64)
 
     for number, micro_batch in enumerate(step):
         for dp, batch in enumerate(micro_batch):
             x_TD = leaves[f"x.{number}.{dp}"] = batch.random(sizes.hidden).requires_grad_()
             rows = list(range(batch.num_rows))
             view = View(sees_TS=batch.sees(rows, rows), leaning_TE=leanings(batch, sizes))
+
+            def experts(h_TD: Tensor, weights: Weights, ids_TK: Tensor, shares_TK: Tensor) -> Tensor:
+                counts_E.add_(ids_TK[batch.real_T].flatten().bincount(minlength=sizes.experts))  # noqa: B023
+                return every_expert(h_TD, weights, ids_TK, shares_TK)
+
             for index, weights in enumerate(held):
-                experts = watched(index, batch, view.leaning_TE[index])
                 x_TD = layer(x_TD, index, weights, view=view, sizes=sizes, experts=experts)
             outputs[f"y.{number}.{dp}"] = x_TD.detach() * batch.real_T.unsqueeze(1)
             loss(x_TD, batch.real_T, step).backward()
     tensors = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     assert tensors.keys() == leaves.keys()
-    return Whole(tensors=tensors | outputs, tokens_per_expert=counts, margin=min(margins))
+    return Whole(tensors=tensors | outputs, tokens_per_expert=counts_E)
 
 
 def loss(y_TD: Tensor, real_T: Tensor, step: Step) -> Tensor:

@@ -1,4 +1,4 @@
-"""One rank's part of the model's layers, over tensor, context and expert parallelism, with the library."""
+"""One rank's part of the model, over tensor, context and expert parallelism, with the library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Plan, Routing, build_dispatcher
@@ -22,7 +21,7 @@ class Job:
     """One training step of the model.
 
     Attributes:
-        expert_groups: the ranks over which experts lie; each in one stage.
+        expert_groups: the ranks over which experts lie.
         etp: neighbours in such a group that hold shards of the same experts.
         fields: of the dispatchers' config, beside the model's sizes.
     """
@@ -41,38 +40,14 @@ class Job:
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Seat:
-    """A rank and the groups it is in."""
+class Part:
+    """This rank's part of the weights of all layers, the groups that it is in, and a dispatcher for each layer."""
 
-    rank: int
-    place: Place
-    tp: dist.ProcessGroup
-    cp: dist.ProcessGroup
-    experts: dist.ProcessGroup
-    control: dist.ProcessGroup
-
-
-def take_seat(rank: int, job: Job) -> Seat:
-    grid = job.grid
-    return Seat(
-        rank=rank,
-        place=grid.place(rank),
-        tp=group_of(rank, grid.groups("tp"), "model"),
-        cp=group_of(rank, grid.groups("cp"), "model"),
-        experts=group_of(rank, job.expert_groups, "experts"),
-        control=group_of(rank, job.expert_groups, "control"),
-    )
-
-
-@final
-class Stage:
-    """The layers of one pipeline stage, this rank's part of their weights, and a dispatcher for each."""
-
-    def __init__(self, job: Job, seat: Seat) -> None:
-        self.job, self.seat = job, seat
-        per_stage = job.sizes.layers // job.grid.pp
-        self.layers = range(seat.place.pp * per_stage, (seat.place.pp + 1) * per_stage)
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.place = job, job.grid.place(rank)
+        self.tp, self.cp = (group_of(rank, job.grid.groups(axis), "model") for axis in ("tp", "cp"))
+        self.experts = group_of(rank, job.expert_groups, "experts")
+        self.control = group_of(rank, job.expert_groups, "control")
         self.parts = {name: self._part(name) for name in job.sizes.shapes}
         self.weights = [self._cut(weights) for weights in parameters(job.sizes)]
         config = DispatcherConfig(
@@ -81,11 +56,11 @@ class Stage:
             hidden_size=job.sizes.hidden,
             **job.fields,
         )
-        self.dispatchers = [build_dispatcher(config, seat.experts, control_group=seat.control) for _ in self.layers]
+        self.dispatchers = [build_dispatcher(config, self.experts, control_group=self.control) for _ in self.weights]
 
     def _part(self, name: str) -> tuple[slice, ...]:
         """Columns or rows of attention by tensor-parallel rank; experts, and shards of them, by rank of their group."""
-        sizes, place, at = self.job.sizes, self.seat.place, self.seat.experts.rank()
+        sizes, place, at = self.job.sizes, self.place, self.experts.rank()
         wide = _nth(sizes.heads * sizes.head, place.tp, self.job.grid.tp)
         held = _nth(sizes.experts, at // self.job.etp, self.job.ep)
         inner = _nth(sizes.inner, at % self.job.etp, self.job.etp)
@@ -105,33 +80,29 @@ class Stage:
             name: whole[self.parts[name]].to(self.job.dtype).clone().requires_grad_() for name, whole in weights.items()
         }
 
-    def plan(self, batch: Packed) -> Plan:
-        """The sizes of one micro-batch, for all layers of the stage."""
-        grid, place = self.job.grid, self.seat.place
-        layout = batch.layout.shard(place.cp, grid.cp, "zigzag").shard(place.tp, grid.tp)
-        return self.dispatchers[0].plan(layout)
-
     def forward(self, x_TD: Tensor, batch: Packed) -> Tensor:
-        view, plan = self._view(batch), self.plan(batch)
-        for index, dispatcher in zip(self.layers, self.dispatchers, strict=True):
+        """One micro-batch, with one plan for all layers."""
+        grid, place, view = self.job.grid, self.place, self._view(batch)
+        plan = self.dispatchers[0].plan(batch.layout.shard(place.cp, grid.cp, "zigzag").shard(place.tp, grid.tp))
+        for index, dispatcher in enumerate(self.dispatchers):
             experts = self._experts(dispatcher, plan)
             x_TD = layer(x_TD, index, self.weights[index], view=view, sizes=self.job.sizes, experts=experts)
         return x_TD
 
     def _view(self, batch: Packed) -> View:
-        grid, place = self.job.grid, self.seat.place
+        grid, place = self.job.grid, self.place
         held = batch.held_rows(grid, place)
 
         def of_cp_rank(cp: int) -> list[int]:
-            places = [Place(tp=tp, cp=cp, dp=place.dp, pp=place.pp) for tp in range(grid.tp)]
+            places = [Place(tp=tp, cp=cp, dp=place.dp) for tp in range(grid.tp)]
             return [row for there in places for row in batch.held_rows(grid, there)]
 
         keys = [row for cp in range(grid.cp) for row in of_cp_rank(cp)]
         return View(
             sees_TS=batch.sees(of_cp_rank(place.cp), keys),
             leaning_TE=[leaning_TE[held].to(self.job.dtype) for leaning_TE in leanings(batch, self.job.sizes)],
-            tp=self.seat.tp,
-            cp=self.seat.cp,
+            tp=self.tp,
+            cp=self.cp,
         )
 
     def _experts(self, dispatcher: Dispatcher, plan: Plan) -> Experts:
@@ -151,18 +122,14 @@ class Stage:
     def results(self) -> dict[str, Tensor]:
         """Gradients in the shape of the whole parameter, zero where other ranks hold it, and the tokens of experts."""
         job, found = self.job, {}
-        for index in range(job.sizes.layers):
-            for name, shape in job.sizes.shapes.items():
-                whole = found[f"{index}.{name}"] = torch.zeros(shape, dtype=torch.float64)
-                if index in self.layers:
-                    leaf = self.weights[index][name]
-                    assert leaf.grad is not None, f"layer {index}: no gradient of {name}"
-                    whole[self.parts[name]] = leaf.grad.double()
-        for number in range(job.grid.pp):
-            counts = found[f"tokens.{number}"] = torch.zeros(job.sizes.experts, dtype=torch.float64)
-            if number == self.seat.place.pp:
-                held = _nth(job.sizes.experts, self.seat.experts.rank() // job.etp, job.ep)
-                counts[held] = self.dispatchers[0].metrics().real_tokens_per_expert.double()
+        for index, weights in enumerate(self.weights):
+            for name, leaf in weights.items():
+                assert leaf.grad is not None, f"layer {index}: no gradient of {name}"
+                whole = found[f"{index}.{name}"] = torch.zeros(job.sizes.shapes[name], dtype=torch.float64)
+                whole[self.parts[name]] = leaf.grad.double()
+        counts = found["tokens"] = torch.zeros(job.sizes.experts, dtype=torch.float64)
+        held = _nth(job.sizes.experts, self.experts.rank() // job.etp, job.ep)
+        counts[held] = self.dispatchers[0].metrics().real_tokens_per_expert.double()
         return found
 
     def close(self) -> None:
