@@ -11,8 +11,7 @@ from moe_dispatch_testing import run_processes
 from tests.sharded.grid import Grid, Place
 from tests.sharded.model import Sizes, run_whole
 from tests.sharded.packing import Packed
-from tests.sharded.part import Job
-from tests.sharded.run import run_job
+from tests.sharded.part import Job, run_job
 
 TIMEOUT = datetime.timedelta(seconds=60)  # eight processes start slowly on two cores
 

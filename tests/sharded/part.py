@@ -1,17 +1,20 @@
-"""One rank's part of the model, over tensor, context and expert parallelism, with the library."""
+"""One rank's part of a training step of the model, with the library, and the gradients of all ranks put together."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Plan, Routing, build_dispatcher
-from tests.sharded.grid import Grid, Place, Ranks, group_of
-from tests.sharded.model import Experts, Sizes, Step, View, Weights, expert, layer, leanings, parameters
+from moe_dispatch_testing import count_collectives
+from tests.sharded.grid import Grid, Ranks, group_of
+from tests.sharded.model import Experts, Sizes, Step, Weights, expert, layer, leaning, loss, parameters
 from tests.sharded.packing import Packed
 
 
@@ -40,74 +43,88 @@ class Job:
 
 
 @final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Outcome:
+    """Of one rank.
+
+    Attributes:
+        tensors: as in ``Whole``, summed over all ranks; on rank 0 only. "tokens" has the tokens of each expert.
+        agreements: collectives on the control group during the step, by operator; on rank 0 only: others would import
+            a compiler of torch for it, which takes them seconds.
+    """
+
+    tensors: dict[str, Tensor]
+    agreements: dict[str, int]
+
+
+def run_job(rank: int, job: Job) -> Outcome:
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import a compiler for it
+    part = Part(job, rank)
+    counted: Any = nullcontext() if rank else count_collectives(part.control)
+    with counted as seen:
+        tensors = part.step()
+    tensors |= part.gradients()
+    for dispatcher in part.dispatchers:
+        dispatcher.close()
+    total = _total(tensors)
+    return Outcome(tensors={} if rank else total, agreements={} if rank else dict(seen.counts))
+
+
+@final
 class Part:
-    """This rank's part of the weights of all layers, the groups that it is in, and a dispatcher for each layer."""
+    """This rank's part of the weights of all layers, and a dispatcher for each layer."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.place = job, job.grid.place(rank)
-        self.tp, self.cp = (group_of(rank, job.grid.groups(axis), "model") for axis in ("tp", "cp"))
-        self.experts = group_of(rank, job.expert_groups, "experts")
-        self.control = group_of(rank, job.expert_groups, "control")
-        self.parts = {name: self._part(name) for name in job.sizes.shapes}
-        self.weights = [self._cut(weights) for weights in parameters(job.sizes)]
+        self.control, group = (group_of(rank, job.expert_groups, purpose) for purpose in ("control", "experts"))
+        everything, shards = slice(None), job.etp
+        self.held = _nth(job.sizes.experts, group.rank() // shards, job.ep)
+        inner = _nth(job.sizes.inner, group.rank() % shards, shards)
+        self.parts: dict[str, tuple[slice, ...]] = {
+            "router": (everything, everything),
+            "up": (self.held, everything, inner),
+            "down": (self.held, inner, everything),
+        }
+        self.weights = [
+            {name: whole[self.parts[name]].to(job.dtype).clone().requires_grad_() for name, whole in weights.items()}
+            for weights in parameters(job.sizes)
+        ]
         config = DispatcherConfig(
-            num_experts=job.sizes.experts * job.etp,
-            top_k=job.sizes.top_k * job.etp,
+            num_experts=job.sizes.experts * shards,
+            top_k=job.sizes.top_k * shards,
             hidden_size=job.sizes.hidden,
             **job.fields,
         )
-        self.dispatchers = [build_dispatcher(config, self.experts, control_group=self.control) for _ in self.weights]
+        self.dispatchers = [build_dispatcher(config, group, control_group=self.control) for _ in self.weights]
 
-    def _part(self, name: str) -> tuple[slice, ...]:
-        """Columns or rows of attention by tensor-parallel rank; experts, and shards of them, by rank of their group."""
-        sizes, place, at = self.job.sizes, self.place, self.experts.rank()
-        wide = _nth(sizes.heads * sizes.head, place.tp, self.job.grid.tp)
-        held = _nth(sizes.experts, at // self.job.etp, self.job.ep)
-        inner = _nth(sizes.inner, at % self.job.etp, self.job.etp)
-        everything = slice(None)
-        return {
-            "query": (everything, wide),
-            "key": (everything, wide),
-            "value": (everything, wide),
-            "out": (wide, everything),
-            "router": (everything, everything),
-            "up": (held, everything, inner),
-            "down": (held, inner, everything),
-        }[name]
+    def step(self) -> dict[str, Tensor]:
+        """Run all micro-batches. Return gradients of inputs, and real outputs, at the rows that this rank holds."""
+        job, found = self.job, dict[str, Tensor]()
+        for number, micro_batch in enumerate(job.step):
+            for dp, batch in enumerate(micro_batch):
+                x, y = torch.zeros(2, batch.num_rows, job.sizes.hidden, dtype=torch.float64)
+                if dp == self.place.dp:
+                    rows = batch.held_rows(job.grid, self.place)
+                    x_TD = batch.random(job.sizes.hidden)[rows].to(job.dtype).requires_grad_()
+                    y_TD = self.forward(x_TD, batch, rows)
+                    loss(y_TD, batch.real_T[rows], job.step).backward()
+                    assert x_TD.grad is not None, f"micro-batch {number}: no gradient of x"
+                    x[rows], y[rows] = x_TD.grad.double(), y_TD.detach().double()
+                found |= {f"x.{number}.{dp}": x, f"y.{number}.{dp}": y * batch.real_T.unsqueeze(1)}
+        return found
 
-    def _cut(self, weights: Weights) -> dict[str, Tensor]:
-        return {
-            name: whole[self.parts[name]].to(self.job.dtype).clone().requires_grad_() for name, whole in weights.items()
-        }
-
-    def forward(self, x_TD: Tensor, batch: Packed) -> Tensor:
+    def forward(self, x_TD: Tensor, batch: Packed, rows: list[int]) -> Tensor:
         """One micro-batch, with one plan for all layers."""
-        grid, place, view = self.job.grid, self.place, self._view(batch)
+        grid, place, sizes = self.job.grid, self.place, self.job.sizes
         plan = self.dispatchers[0].plan(batch.layout.shard(place.cp, grid.cp, "zigzag").shard(place.tp, grid.tp))
-        for index, dispatcher in enumerate(self.dispatchers):
-            experts = self._experts(dispatcher, plan)
-            x_TD = layer(x_TD, index, self.weights[index], view=view, sizes=self.job.sizes, experts=experts)
+        for index, (weights, dispatcher) in enumerate(zip(self.weights, self.dispatchers, strict=True)):
+            leaning_TE = leaning(batch, sizes, index)[rows].to(x_TD.dtype)
+            x_TD = layer(x_TD, weights, leaning_TE, sizes.top_k, self._experts(dispatcher, plan))
         return x_TD
 
-    def _view(self, batch: Packed) -> View:
-        grid, place = self.job.grid, self.place
-        held = batch.held_rows(grid, place)
-
-        def of_cp_rank(cp: int) -> list[int]:
-            places = [Place(tp=tp, cp=cp, dp=place.dp) for tp in range(grid.tp)]
-            return [row for there in places for row in batch.held_rows(grid, there)]
-
-        keys = [row for cp in range(grid.cp) for row in of_cp_rank(cp)]
-        return View(
-            sees_TS=batch.sees(of_cp_rank(place.cp), keys),
-            leaning_TE=[leaning_TE[held].to(self.job.dtype) for leaning_TE in leanings(batch, self.job.sizes)],
-            tp=self.tp,
-            cp=self.cp,
-        )
-
     def _experts(self, dispatcher: Dispatcher, plan: Plan) -> Experts:
-        def experts(h_TD: Tensor, weights: Weights, ids_TK: Tensor, shares_TK: Tensor) -> Tensor:
-            sent = dispatcher.dispatch(h_TD, self._to_shards(ids_TK, shares_TK), plan)
+        def experts(x_TD: Tensor, weights: Weights, ids_TK: Tensor, shares_TK: Tensor) -> Tensor:
+            sent = dispatcher.dispatch(x_TD, self._to_shards(ids_TK, shares_TK), plan)
             return dispatcher.combine(apply_experts(sent, weights["up"], weights["down"]), sent)
 
         return experts
@@ -119,22 +136,17 @@ class Part:
         ids = [(owner * etp + shard) * num_local + local for shard in range(etp)]
         return Routing(torch.cat(ids, 1), torch.cat([shares_TK] * etp, 1))
 
-    def results(self) -> dict[str, Tensor]:
-        """Gradients in the shape of the whole parameter, zero where other ranks hold it, and the tokens of experts."""
-        job, found = self.job, {}
+    def gradients(self) -> dict[str, Tensor]:
+        """In the shape of the whole parameter, zero where other ranks hold it; and the tokens of experts."""
+        sizes, found = self.job.sizes, dict[str, Tensor]()
         for index, weights in enumerate(self.weights):
             for name, leaf in weights.items():
                 assert leaf.grad is not None, f"layer {index}: no gradient of {name}"
-                whole = found[f"{index}.{name}"] = torch.zeros(job.sizes.shapes[name], dtype=torch.float64)
+                whole = found[f"{index}.{name}"] = torch.zeros(sizes.shapes[name], dtype=torch.float64)
                 whole[self.parts[name]] = leaf.grad.double()
-        counts = found["tokens"] = torch.zeros(job.sizes.experts, dtype=torch.float64)
-        held = _nth(job.sizes.experts, self.experts.rank() // job.etp, job.ep)
-        counts[held] = self.dispatchers[0].metrics().real_tokens_per_expert.double()
+        counts = found["tokens"] = torch.zeros(sizes.experts, dtype=torch.float64)
+        counts[self.held] = self.dispatchers[0].metrics().real_tokens_per_expert.double()
         return found
-
-    def close(self) -> None:
-        for dispatcher in self.dispatchers:
-            dispatcher.close()
 
 
 def _nth(length: int, index: int, size: int) -> slice:
@@ -145,3 +157,12 @@ def apply_experts(sent: Dispatched, up_LDF: Tensor, down_LFD: Tensor) -> Tensor:
     assert sent.tokens_per_expert_list is not None
     parts = sent.rows.split(sent.tokens_per_expert_list)
     return torch.cat([expert(*held) for held in zip(parts, up_LDF, down_LFD, strict=True)])
+
+
+def _total(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of all ranks: each has zeros where it holds nothing, and a part of the sum where others hold the same."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors.values()])
+    dist.all_reduce(flat)
+    parts = flat.split([tensor.numel() for tensor in tensors.values()])
+    # Copies: what goes home is pickled with all of the memory that it is a view of.
+    return {name: part.view_as(tensor).clone() for (name, tensor), part in zip(tensors.items(), parts, strict=True)}

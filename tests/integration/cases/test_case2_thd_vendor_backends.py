@@ -27,14 +27,13 @@ from tests.ranks import run_ranks
 from tests.sharded.grid import Grid
 from tests.sharded.model import Sizes, Whole, every_expert, parameters, run_whole
 from tests.sharded.packing import Packed
-from tests.sharded.part import Job, apply_experts
-from tests.sharded.run import Outcome, run_job
+from tests.sharded.part import Job, Outcome, apply_experts, run_job
 
 V1, V2 = "v1.2.1", "v2-2.1.0"
 OLD_RULES, EQUAL_ROWS, ANY_ROWS = "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744"
 RELEASES = {V1: "deepep", V2: "deepep", OLD_RULES: "hybridep", EQUAL_ROWS: "hybridep", ANY_ROWS: "hybridep"}
 RANKS, PAD_MULTIPLE = 4, 16
-SIZES = Sizes(layers=2, hidden=256, heads=2, head=8, inner=16)  # 256 columns are the fewest that deep_ep v1 takes
+SIZES = Sizes(layers=2, hidden=256, inner=16)  # 256 columns are the fewest that deep_ep v1 takes
 # By step and rank: 14, 3, 0 and 37 tokens; then a rank without rows.
 STEPS = (
     (
@@ -211,7 +210,8 @@ def test_no_rdma_buffer_inside_a_node(size: int, ranks_per_node: int | None, mon
     assert run_ranks(body, size) == [0] * size
 
 
-# The proxy set-up as eight processes: tensor parallelism with sequence parallelism, context and expert parallelism.
+# The proxy set-up as eight processes: rows that tensor parallelism with sequence parallelism and context parallelism
+# divide, and expert parallelism.
 
 GRID = Grid(tp=2, cp=2, dp=2)
 # Ranks bring other counts in each micro-batch. In the second, half of the ranks have rows and no token among them; in
