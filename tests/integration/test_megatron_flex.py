@@ -10,7 +10,8 @@ import pytest
 
 from tests.integration.deep_ep_users import megatron_layer
 from tests.integration.deep_ep_users.dense import TRAINING, Case
-from tests.integration.deep_ep_users.rank import Results, require_dense, run_jobs
+from tests.integration.deep_ep_users.rank import require_dense, run_jobs
+from tests.integration.jobs import Raised
 from tests.integration.needs import needs
 
 pytestmark = needs("megatron")
@@ -62,7 +63,7 @@ def jobs(release: str) -> dict[str, list[Case]]:
 
 
 @functools.cache
-def results(release: str) -> list[Results]:
+def results(release: str) -> dict[str, list[Any]]:
     return run_jobs(megatron_layer.forward, release, jobs(release), EP_SIZES[release])
 
 
@@ -71,14 +72,13 @@ RUN = [(release, name) for release in EP_SIZES for name in jobs(release)]
 
 @pytest.mark.parametrize(("release", "name"), [each for each in RUN if each != (UNPADDED, WHOLE_CHUNKS_ONLY)])
 def test_the_flex_dispatcher_is_the_dense_layer(release: str, name: str) -> None:
-    require_dense(results(release), name, TRAINING)
+    require_dense(results(release)[name], TRAINING)
 
 
 def test_rows_in_no_whole_chunks_fail_to_compile_as_was_reported() -> None:
     """Megatron-Bridge #3294, through the code that met it, on a release that does not round its capacity up."""
-    for by_name in results(UNPADDED):
-        found = by_name[WHOLE_CHUNKS_ONLY]
-        assert isinstance(found, str)
+    for found in results(UNPADDED)[WHOLE_CHUNKS_ONLY]:
+        assert isinstance(found, Raised)
         assert "hybrid_ep_combine" in found
         assert "MAX_NUM_OF_TOKENS_PER_RANK must be multiple of NUM_OF_TOKENS_PER_CHUNK" in found
         assert "RuntimeError: Failed to compile the code" in found

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._library import opaque_object
 from torch._opaque_base import OpaqueBase
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,24 +19,20 @@ from tests.integration.deep_ep_users.dense import EXPERTS, INNER, TOP_K, Case, T
 def forward(case: Case, rank: int, group: dist.ProcessGroup) -> Callable[[], Tensors]:
     """Run a RoutedExperts forward.
 
-    Options: ``dispatcher`` names the class, and the others are fields of its configuration. But these are of the test:
-    ``training=False`` goes without gradients, ``deterministic=True`` opens a buffer in torch's deterministic mode, and
-    ``uneven=True`` goes past the dispatcher, which takes its own number of rows for everyone's, to what it calls.
+    Options: ``dispatcher`` names the class, and the others are fields of its configuration. But ``training=False`` is
+    of the test, and goes without gradients.
     """
     options = dict(case.options)
-    training, uneven = options.pop("training", True), options.pop("uneven", False)
+    training = options.pop("training", True)
     given = draw(case, rank)
     x_TD, weights_TK = (given[name].clone().requires_grad_() for name in ("x", "weights"))
     # torchtitan says by a weight of zero that a slot is not to be used, and has an expert in every slot.
     free_TE = torch.ones(len(x_TD), EXPERTS + 1).scatter(1, given["ids"].remainder(EXPERTS + 1), 0.0)
     ids_TK = torch.where(given["ids"] < 0, free_TE[:, :-1].topk(TOP_K).indices, given["ids"])
-    with _deterministic(options.pop("deterministic", False)), torch.set_grad_enabled(training):
+    with torch.set_grad_enabled(training):
         layer = _layer(case, rank, group, options)
-        if uneven:
-            y_TD = _uneven(layer, x_TD, weights_TK, ids_TK, case)
-        else:
-            counts_E = torch.bincount(ids_TK.flatten(), minlength=EXPERTS)
-            y_TD = layer(x_TD[None], weights_TK[None], ids_TK[None], counts_E)[0]
+        counts_E = torch.bincount(ids_TK.flatten(), minlength=EXPERTS)
+        y_TD = layer(x_TD[None], weights_TK[None], ids_TK[None], counts_E)[0]
 
     def backward() -> Tensors:
         if not training:
@@ -50,32 +45,6 @@ def forward(case: Case, rank: int, group: dist.ProcessGroup) -> Callable[[], Ten
         return {"y": y_TD.detach(), **found}
 
     return backward
-
-
-def _uneven(layer: Any, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, case: Case) -> Tensor:
-    from torchtitan.distributed.deepep import deepep
-
-    rows_RD, counts_L, state = deepep.dispatch_tokens(
-        x_TD, ids_TK, weights_TK, EXPERTS // case.ep_size, EXPERTS, num_tokens_per_rank=max(case.tokens)
-    )
-    y_TD: Tensor = deepep.combine_tokens(layer.inner_experts(rows_RD, counts_L), state)
-    deepep.sync_combine()
-    return y_TD
-
-
-@contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
-    """Deterministic mode and a new buffer in it; without filling fresh memory, which deep_ep does not allow."""
-    if not wanted:
-        yield
-        return
-    from torchtitan.distributed.deepep import deepep
-
-    deepep._buffer = None
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def _layer(case: Case, rank: int, group: dist.ProcessGroup, options: dict[str, Any]) -> Any:
