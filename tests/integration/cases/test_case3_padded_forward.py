@@ -52,7 +52,7 @@ class PaddedForward(nn.Module):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         layout: THD = self.micro_batch["layout"]
-        owned = {"cu_seqlens_padded": layout.cu_seqlens_padded}
+        owned: dict[str, Any] = {"cu_seqlens_padded": layout.cu_seqlens_padded}
         x_BSD = thd_to_bshd(hidden_states[0], layout.cu_seqlens, max_seqlen=layout.max_seqlen, **owned)
         return bshd_to_thd(self.layer(x_BSD), layout.cu_seqlens, **owned)[None]
 

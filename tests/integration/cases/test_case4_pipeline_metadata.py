@@ -106,18 +106,15 @@ def megatron(rank: int) -> dict[str, Any]:
         batch = get_batch_on_this_tp_rank(
             {} if rank else of_loader,
             has_cu_seqlens=True,
-            is_hybrid_cp=False,
-            create_attention_mask_in_dataloader=False,
             broadcast_src_rank=0,
             broadcast_group=dist.group.WORLD,
             cp_size=1,
             tp_rank=rank,
             micro_batch_size=1,
             seq_length=ROWS,
-            mtp_on_this_rank=False,
             pipeline_model_parallel_size=STAGES,
-            is_pipeline_first_stage=False,
-            is_pipeline_last_stage=False,
+            **dict.fromkeys(("is_pipeline_first_stage", "is_pipeline_last_stage", "mtp_on_this_rank"), False),
+            **dict.fromkeys(("is_hybrid_cp", "create_attention_mask_in_dataloader"), False),
         )
     return {
         "container": repr(THD(params.cu_seqlens_q, params.cu_seqlens_q_padded, params.max_seqlen_q)),
