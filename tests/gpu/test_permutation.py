@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from moe_dispatch.permutation import (
     probe_permutation,
 )
 from tests.backends.te_stand_in import RECORDED
+from tests.gpu.first_hour.kernels import milliseconds
 from tests.gpu.syncs import refused_syncs
 from tests.simulated_cuda.device import is_simulated
 
@@ -128,27 +128,13 @@ def test_triton_moves_bytes_at_half_the_speed_of_a_copy_or_more() -> None:
     rows_SD = torch.randn(index.num_rows, 4096, dtype=torch.bfloat16, device="cuda")
     rows_RD = torch.randn(index.num_grouped, 4096, dtype=torch.bfloat16, device="cuda")
     weights_R, copied = torch.rand(index.num_grouped, device="cuda"), torch.empty_like(rows_RD)
-    copy_ms = milliseconds(lambda: copied.copy_(rows_RD))
-    assert milliseconds(lambda: permutation.expand(rows_SD, index, rows_SD.dtype)) < 2 * copy_ms
-    assert milliseconds(lambda: permutation.reduce(rows_RD, index, weights_R, rows_SD)) < 2 * copy_ms
+    torch.use_deterministic_algorithms(False)  # which fills fresh memory; conftest.py restores it
+    copy_ms = milliseconds("cuda", lambda: copied.copy_(rows_RD))
+    assert milliseconds("cuda", lambda: permutation.expand(rows_SD, index, rows_SD.dtype)) < 2 * copy_ms
+    assert milliseconds("cuda", lambda: permutation.reduce(rows_RD, index, weights_R, rows_SD)) < 2 * copy_ms
     # This one reads the grouped rows and writes as many.
     backward = lambda: permutation.expand_weighted(rows_SD, index, weights_R, rows_RD, rows_RD.dtype)  # noqa: E731
-    assert milliseconds(backward) < 2 * copy_ms
-
-
-def milliseconds(action: Callable[[], object]) -> float:
-    """The shortest of some runs."""
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    times: list[float] = []
-    for _ in range(10):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        action()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    return min(times)
+    assert milliseconds("cuda", backward) < 2 * copy_ms
 
 
 def test_recorded_signatures_are_those_of_the_installed_library() -> None:

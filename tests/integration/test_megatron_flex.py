@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import Any
 
 import pytest
 
+from tests.integration.deep_ep_users import megatron_layer
 from tests.integration.deep_ep_users.dense import TRAINING, Case
-from tests.integration.deep_ep_users.megatron_layer import MegatronRunning
-from tests.integration.deep_ep_users.rank import Job, Results, require_dense, run_jobs
+from tests.integration.deep_ep_users.rank import require_dense, run_jobs
+from tests.integration.jobs import Raised
 from tests.integration.needs import needs
 
 pytestmark = needs("megatron")
@@ -17,74 +19,66 @@ pytestmark = needs("megatron")
 NORMAL, UNPADDED = "v1.2.1", "hybridep-34152ae"
 EP_SIZES = {NORMAL: 4, UNPADDED: 2, "hybridep-94a9f8f": 4, "hybridep-744": 2}
 UNEQUAL = (40, 13, 0, 27)
-EQUAL = (64,) * 4
 WHOLE_CHUNKS_ONLY = "528 rows"
 
 
-def deepep(case: Case, **options: Any) -> Job:
-    return Job(case=case, options={"moe_flex_dispatcher_backend": "deepep"} | options)
+def flex(backend: str, **options: Any) -> dict[str, Any]:
+    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend, **options}
 
 
-def hybridep(case: Case, **options: Any) -> Job:
-    return Job(case=case, options={"moe_flex_dispatcher_backend": "hybridep"} | options)
-
-
-def deepep_jobs(ep_size: int) -> dict[str, list[Job]]:
+def deepep_jobs(ep_size: int) -> dict[str, list[Case]]:
     unequal = UNEQUAL[:ep_size]
+    case = partial(Case, tokens=unequal, options=flex("deepep"))
+    capacity = flex("deepep", moe_expert_capacity_factor=2.0)
     return {
-        "unequal": [deepep(Case(tokens=unequal))],
-        "crowded": [deepep(Case(tokens=unequal, routing="crowded", hidden=512, seed=1))],
-        "starved": [deepep(Case(tokens=unequal, routing="starved", seed=7))],
-        "two in flight": [deepep(Case(tokens=unequal[::-1], seed=seed)) for seed in (3, 4)],
-        "no slot taken": [deepep(Case(tokens=unequal, routing="holes", seed=5), moe_expert_capacity_factor=2.0)],
-        "zero weights": [deepep(Case(tokens=unequal, routing="holes", seed=6))],
+        "unequal": [case()],
+        "crowded": [case(routing="crowded", hidden=512, seed=1)],
+        "starved": [case(routing="starved", seed=7)],
+        "two in flight": [case(tokens=unequal[::-1], seed=seed) for seed in (3, 4)],
+        "no slot taken": [case(routing="holes", seed=5, options=capacity)],
+        "zero weights": [case(routing="holes", seed=6)],
     }
 
 
-def hybridep_jobs(ep_size: int) -> dict[str, list[Job]]:
-    equal, unequal = EQUAL[:ep_size], UNEQUAL[:ep_size]
-    pads = {"moe_hybridep_pad_uneven_dispatch_inputs": True}
-    fused = {"moe_permute_fusion_into_hybridep": True}
-    capacity = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+def hybridep_jobs(ep_size: int) -> dict[str, list[Case]]:
+    pads, fuses = {"moe_hybridep_pad_uneven_dispatch_inputs": True}, {"moe_permute_fusion_into_hybridep": True}
+    capacity = flex("hybridep", moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+    fused = flex("hybridep", **fuses)
+    equal = partial(Case, tokens=(64,) * ep_size, options=flex("hybridep"))
+    unequal = partial(Case, tokens=UNEQUAL[:ep_size], options=flex("hybridep", **pads))
     return {
-        "unequal, fused": [hybridep(Case(tokens=unequal, seed=3), **pads, **fused)],
-        "crowded": [hybridep(Case(tokens=unequal, routing="crowded", seed=4), **pads)],
-        "starved": [hybridep(Case(tokens=unequal, routing="starved", seed=10), **pads)],
-        "holes": [hybridep(Case(tokens=equal, routing="holes", seed=5))],
-        "two in flight": [hybridep(Case(tokens=equal, seed=6)), hybridep(Case(tokens=equal, seed=7), **fused)],
-        "to capacity": [hybridep(Case(tokens=equal, routing="even", seed=8), **capacity)],
-        WHOLE_CHUNKS_ONLY: [hybridep(Case(tokens=(528,) * ep_size, seed=9))],
-        "padded to chunks": [hybridep(Case(tokens=(528,) * ep_size, seed=9), **pads)],
+        "unequal, fused": [unequal(seed=3, options=flex("hybridep", **pads, **fuses))],
+        "crowded": [unequal(routing="crowded", seed=4)],
+        "starved": [unequal(routing="starved", seed=10)],
+        "holes": [equal(routing="holes", seed=5)],
+        "two in flight": [equal(seed=6), equal(seed=7, options=fused)],
+        "to capacity": [equal(routing="even", seed=8, options=capacity)],
+        WHOLE_CHUNKS_ONLY: [equal(tokens=(528,) * ep_size, seed=9)],
+        "padded to chunks": [unequal(tokens=(528,) * ep_size, seed=9)],
     }
 
 
-def jobs(release: str) -> dict[str, list[Job]]:
+def jobs(release: str) -> dict[str, list[Case]]:
     return (deepep_jobs if release == NORMAL else hybridep_jobs)(EP_SIZES[release])
 
 
 @functools.cache
-def results(release: str) -> list[Results]:
-    return run_jobs(MegatronRunning, release, jobs(release), EP_SIZES[release])
+def results(release: str) -> dict[str, list[Any]]:
+    return run_jobs(megatron_layer.forward, release, jobs(release), EP_SIZES[release])
 
 
-@pytest.mark.parametrize(
-    ("release", "name"),
-    [
-        (release, name)
-        for release in EP_SIZES
-        for name in jobs(release)
-        if (release, name) != (UNPADDED, WHOLE_CHUNKS_ONLY)
-    ],
-)
+RUN = [(release, name) for release in EP_SIZES for name in jobs(release)]
+
+
+@pytest.mark.parametrize(("release", "name"), [each for each in RUN if each != (UNPADDED, WHOLE_CHUNKS_ONLY)])
 def test_the_flex_dispatcher_is_the_dense_layer(release: str, name: str) -> None:
-    require_dense(results(release), name, *[TRAINING] * len(jobs(release)[name]))
+    require_dense(results(release)[name], TRAINING)
 
 
 def test_rows_in_no_whole_chunks_fail_to_compile_as_was_reported() -> None:
     """Megatron-Bridge #3294, through the code that met it, on a release that does not round its capacity up."""
-    for by_name in results(UNPADDED):
-        found = by_name[WHOLE_CHUNKS_ONLY]
-        assert isinstance(found, str)
+    for found in results(UNPADDED)[WHOLE_CHUNKS_ONLY]:
+        assert isinstance(found, Raised)
         assert "hybrid_ep_combine" in found
         assert "MAX_NUM_OF_TOKENS_PER_RANK must be multiple of NUM_OF_TOKENS_PER_CHUNK" in found
         assert "RuntimeError: Failed to compile the code" in found

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch_testing import run_processes
-from tests.integration.megatron_core.layer import ON_CPU
+from tests.integration.megatron_core import layer
 from tests.integration.megatron_core.on_cpu import megatron_on_cpu
 from tests.integration.needs import needs
 from tests.migration_pages import EXPERTS, TOP_K, Layer, largest_error, run_block
@@ -34,11 +34,11 @@ def _side(rank: int, title: str, names: dict[str, Any], *, dense: bool) -> list[
         names: what the code uses beside the experts.
         dense: whether the routing is a map and probabilities, both (T, E).
     """
-    layer = Layer(rank, RANKS, hidden=HIDDEN, dtype=torch.float32)
+    moe_layer = Layer(rank, RANKS, hidden=HIDDEN, dtype=torch.float32)
     x, ids, weights = Layer.inputs(rank, TOKENS, hidden=HIDDEN, dtype=torch.float32)
     x.requires_grad_()
     weights.requires_grad_()
-    moe = run_block(title, {**layer.names(), "ep_group": dist.group.WORLD, **names})["moe"]
+    moe = run_block(title, {**moe_layer.names(), "ep_group": dist.group.WORLD, **names})["moe"]
     if dense:
         routing_map = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter_(1, ids, True)
         probs = torch.zeros(TOKENS, EXPERTS).scatter(1, ids, weights)
@@ -46,7 +46,7 @@ def _side(rank: int, title: str, names: dict[str, Any], *, dense: bool) -> list[
     else:
         y = moe(x, weights, ids)
     y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
-    found = [y.detach(), x.grad, weights.grad, layer.matrices_LDD.grad]
+    found = [y.detach(), x.grad, weights.grad, moe_layer.matrices_LDD.grad]
     assert all(tensor is not None for tensor in found)
     return [tensor for tensor in found if tensor is not None]
 
@@ -58,24 +58,10 @@ def _difference(rank: int, framework: str, names: dict[str, Any], *, dense: bool
 
 def _megatron(rank: int) -> float:
     with megatron_on_cpu():
-        from megatron.core.process_groups_config import ProcessGroupCollection
-        from megatron.core.transformer.transformer_config import TransformerConfig
-
-        alone = [dist.new_group([other]) for other in range(RANKS)][rank]
-        groups = ProcessGroupCollection()
-        groups.ep = groups.tp_ep = dist.group.WORLD
-        groups.expt_tp = alone
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=HIDDEN,
-            num_attention_heads=4,
-            num_moe_experts=EXPERTS,
-            moe_router_topk=TOP_K,
-            moe_token_dispatcher_type="alltoall",
-            expert_model_parallel_size=RANKS,
-            **ON_CPU,
-        )
-        names = {"transformer_config": config, "pg_collection": groups}
+        layer.RANKS, parallel = RANKS, layer.Parallel(ep=RANKS)
+        config = {"hidden_size": HIDDEN, "num_moe_experts": EXPERTS, "moe_router_topk": TOP_K}
+        case = layer.Case(parallel=parallel, config=config)
+        names = {"transformer_config": layer.transformer_config(case), "pg_collection": layer.groups(parallel)}
         return _difference(rank, "Megatron", names, dense=True)
 
 

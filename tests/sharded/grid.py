@@ -1,4 +1,4 @@
-"""Where a rank stands among tensor, context, data and pipeline parallelism, in Megatron's order, and who its peers are.
+"""Where a rank stands among tensor, context and data parallelism, in Megatron's order, and who its peers are.
 
 Source: megatron-core 0.19.2, parallel_state.RankGenerator with order "tp-cp-ep-dp-pp", the default.
 """
@@ -12,7 +12,7 @@ from typing import Literal, final
 import torch.distributed as dist
 
 Ranks = tuple[tuple[int, ...], ...]  # of several groups
-Axis = Literal["tp", "cp", "dp", "pp"]
+Axis = Literal["tp", "cp", "dp"]
 
 
 @final
@@ -23,43 +23,32 @@ class Place:
     tp: int
     cp: int
     dp: int
-    pp: int
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """How many ranks along each axis; tensor-parallel ranks are neighbours, pipeline stages lie farthest apart."""
+    """How many ranks along each axis; tensor-parallel ranks are neighbours."""
 
     tp: int
     cp: int
     dp: int
-    pp: int = 1
 
     @property
     def size(self) -> int:
-        return self.stage_size * self.pp
-
-    @property
-    def stage_size(self) -> int:
         return self.tp * self.cp * self.dp
 
     def place(self, rank: int) -> Place:
-        return Place(
-            tp=rank % self.tp,
-            cp=rank // self.tp % self.cp,
-            dp=rank // (self.tp * self.cp) % self.dp,
-            pp=rank // self.stage_size,
-        )
+        return Place(tp=rank % self.tp, cp=rank // self.tp % self.cp, dp=rank // (self.tp * self.cp))
 
     def groups(self, axis: Axis) -> Ranks:
         """The ranks that differ along one axis only."""
-        step = {"tp": 1, "cp": self.tp, "dp": self.tp * self.cp, "pp": self.stage_size}[axis]
+        step = {"tp": 1, "cp": self.tp, "dp": self.tp * self.cp}[axis]
         first = [rank for rank in range(self.size) if getattr(self.place(rank), axis) == 0]
         return tuple(tuple(rank + index * step for index in range(getattr(self, axis))) for rank in first)
 
     def expert_groups(self, *, ep: int, etp: int = 1) -> Ranks:
-        """Neighbours of one stage, as Megatron lays experts out: shards of an expert side by side, then experts."""
+        """Neighbours, as Megatron lays experts out: shards of an expert side by side, then experts."""
         return tuple(tuple(range(rank, rank + ep * etp)) for rank in range(0, self.size, ep * etp))
 
 

@@ -64,10 +64,3 @@ class Packed:
                 rows += range(begin, begin + chunk)
         part = len(rows) // grid.tp
         return rows[place.tp * part : (place.tp + 1) * part]
-
-    def sees(self, rows: list[int], others: list[int]) -> Tensor:
-        """bool (rows, others): causal within a sequence, by where a row really stands; padding is seen by itself."""
-        mine, theirs = torch.tensor(rows, dtype=torch.int64), torch.tensor(others, dtype=torch.int64)
-        same = self.sequence_T[mine].unsqueeze(1) == self.sequence_T[theirs]
-        earlier = self.position_T[theirs] <= self.position_T[mine].unsqueeze(1)
-        return same & earlier & (self.real_T[theirs] | (theirs == mine.unsqueeze(1)))

@@ -24,21 +24,17 @@ class Record:
     """One thing that the host asked of a device.
 
     Attributes:
-        thread: Number of the thread.
         kind: "kernel", "copy", "copy-pageable", "memset", "sync", "nccl", "graph", "race", "error", ...
         detail: Name of the kernel, the two kinds of memory of a copy, the call that waited, ...
         amount: Bytes, or blocks of a kernel.
-        stream: Number of the stream; -1 if the call has none.
         device: Number of the device.
         capture: Number of the capture that the stream took part in, 0 outside.
         place: Operator of torch and lines of moe_dispatch, innermost first.
     """
 
-    thread: int
     kind: str
     detail: str
     amount: int
-    stream: int
     device: int
     capture: int
     place: str
@@ -99,17 +95,8 @@ def _collect() -> None:
 
 
 def _parsed(fields: list[str]) -> Record:
-    thread, kind, detail, amount, stream, device, capture, place = fields
-    return Record(
-        thread=int(thread),
-        kind=kind,
-        detail=detail,
-        amount=int(amount),
-        stream=int(stream),
-        device=int(device),
-        capture=int(capture),
-        place=place,
-    )
+    _, kind, detail, amount, _, device, capture, place = fields
+    return Record(kind=kind, detail=detail, amount=int(amount), device=int(device), capture=int(capture), place=place)
 
 
 @contextmanager

@@ -28,6 +28,12 @@ def dispatcher_of(backend: Any, group: dist.ProcessGroup | None, **fields: Any) 
     return build_dispatcher(config, None if backend == "local" else group)
 
 
+def inputs() -> tuple[Tensor, Routing]:
+    x = torch.randn(BATCH * LENGTH, HIDDEN, device="cuda").bfloat16().requires_grad_()
+    weights, ids = torch.rand(BATCH * LENGTH, EXPERTS, device="cuda").topk(TOP_K)
+    return x, Routing(ids, weights.requires_grad_())
+
+
 class Recorder:
     """Records what the device of rank 0 is asked for during one verb, while the other ranks run the same verb."""
 

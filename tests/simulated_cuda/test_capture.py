@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch import BSHD, Dispatcher, Plan, Routing, Rows
+from moe_dispatch import BSHD, Dispatcher, Plan, Rows
 from moe_dispatch.layouts import Layout
 from moe_dispatch.permutation import choose_permutation
 from tests.simulated_cuda.device import Record, recorded
-from tests.simulated_cuda.layer import BATCH, EXPERTS, HIDDEN, LENGTH, TOP_K, VERBS, Step, dispatcher_of
+from tests.simulated_cuda.layer import BATCH, HIDDEN, LENGTH, VERBS, Step, dispatcher_of, inputs
 from tests.simulated_cuda.ranks import NcclRanks
 
 # torch warns of the run before the capture, in which a leaf is used on two streams.
@@ -41,10 +41,9 @@ def captured(backend: str, make_plan: MakePlan, fields: dict[str, Any]) -> list[
 
     def body(group: dist.ProcessGroup) -> list[Record]:
         dispatcher = dispatcher_of(backend, group, graph_safe=True, max_tokens_per_rank=32, **fields)
-        x = torch.randn(BATCH, LENGTH, HIDDEN, device="cuda").bfloat16().requires_grad_()
-        weights, ids = torch.rand(BATCH * LENGTH, EXPERTS, device="cuda").topk(TOP_K)
-        plan = make_plan(dispatcher, x)
-        step = Step(dispatcher, x, Routing(ids, weights.requires_grad_()), plan)
+        rows, routing = inputs()
+        x = rows.detach().view(BATCH, LENGTH, HIDDEN).requires_grad_()
+        step = Step(dispatcher, x, routing, make_plan(dispatcher, x))
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -10,20 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch import Routing
 from moe_dispatch.permutation import choose_permutation
 from tests.simulated_cuda.budget import counted
 from tests.simulated_cuda.device import recorded
-from tests.simulated_cuda.layer import BATCH, EXPERTS, HIDDEN, LENGTH, TOP_K, dispatcher_of
+from tests.simulated_cuda.layer import dispatcher_of, inputs
 
 SIZE = 1 << 10
 SIDE = 1 << 12  # of a matrix for which the allocator has no other free memory, whatever has run before
-
-
-def inputs() -> tuple[Tensor, Routing]:
-    x = torch.randn(BATCH * LENGTH, HIDDEN, device="cuda").bfloat16()
-    weights, ids = torch.rand(BATCH * LENGTH, EXPERTS, device="cuda").topk(TOP_K)
-    return x, Routing(ids, weights)
 
 
 @pytest.fixture

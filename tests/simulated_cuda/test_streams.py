@@ -6,7 +6,9 @@ The plugin fails a test in which two streams use one memory without an order.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import Dispatcher, Routing
+from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import StateError
-from tests.simulated_cuda.layer import BATCH, EXPERTS, HIDDEN, LENGTH, TOP_K, dispatcher_of
+from tests.simulated_cuda.device import recorded
+from tests.simulated_cuda.layer import dispatcher_of, inputs
 from tests.simulated_cuda.ranks import NcclRanks
 
 RANKS = NcclRanks()
@@ -26,12 +30,6 @@ SOME_MODES = pytest.mark.parametrize(
     ("backend", "mode"),
     [("local", "graph-safe"), ("alltoall", "eager"), ("alltoall", "graph-safe"), ("allgather", "eager")],
 )
-
-
-def inputs() -> tuple[Tensor, Routing]:
-    x = torch.randn(BATCH * LENGTH, HIDDEN, device="cuda").bfloat16().requires_grad_()
-    weights, ids = torch.rand(BATCH * LENGTH, EXPERTS, device="cuda").topk(TOP_K)
-    return x, Routing(ids, weights.requires_grad_())
 
 
 def step(dispatcher: Dispatcher, x: Tensor, routing: Routing) -> None:
@@ -107,3 +105,15 @@ def test_counters_wait_for_the_last_dispatch(backend: str, mode: str) -> None:
             dispatcher._channel.meter.forget_invalid_ids()
 
     on_ranks(backend, mode, body, warm=False)
+
+
+@pytest.mark.expects_races
+def test_an_exchange_without_a_wait_is_noticed() -> None:
+    all_to_all = Communicator.all_to_all
+
+    def started(*arguments: Any, **options: Any) -> Any:
+        return SimpleNamespace(wait=lambda: None, kept=all_to_all(*arguments, **options))
+
+    with patch.object(Communicator, "all_to_all", started), recorded() as records:
+        on_ranks("alltoall", "eager", lambda dispatcher: None)
+    assert any(record.kind == "race" for record in records)

@@ -52,15 +52,15 @@ def _passes(name: str, device: str, rows: int, width: int, experts: int, top_k: 
             2 * grouped + single,
         ),
     }
-    copy_bytes_per_ms = 2 * grouped / _milliseconds(device, lambda: copied.copy_(rows_RD))
+    copy_bytes_per_ms = 2 * grouped / milliseconds(device, lambda: copied.copy_(rows_RD))
     told = [f"copy {copy_bytes_per_ms / 1e6:.0f} GB/s"]
     for label, (action, moved) in passes.items():
-        ms = _milliseconds(device, action)
+        ms = milliseconds(device, action)
         told.append(f"{label} {moved / ms / copy_bytes_per_ms:.2f} of the copy ({ms * 1e3:.0f} us)")
     return ", ".join(told)
 
 
-def _milliseconds(device: str, action: Callable[[], object]) -> float:
+def milliseconds(device: str, action: Callable[[], object]) -> float:
     """Return the shortest of some runs."""
     if device != "cuda":
         begin = time.perf_counter()

@@ -49,7 +49,7 @@ class Layer:
         sizes: dict[str, Any] = {"num_experts": self.experts, "top_k": self.top_k, "hidden_size": self.width}
         if fields.get("graph_safe"):
             sizes["max_tokens_per_rank"] = self.rows
-        config = DispatcherConfig(backend=backend, pad_multiple=16, **sizes, **fields)
+        config = DispatcherConfig(backend=backend, pad_multiple=16, **{**sizes, **fields})
         self.dispatcher: Dispatcher = build_dispatcher(config, None if backend == "local" else dist.group.WORLD)
         generator = torch.Generator(device).manual_seed(0)
         matrices = torch.randn(self.experts, self.width, self.width, generator=generator, device=device)

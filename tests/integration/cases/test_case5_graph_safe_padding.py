@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -13,32 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch import Dispatched, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch_testing import HostSyncError, allow_host_syncs, refuse_host_syncs, run_ranks
 from moe_dispatch_testing.emulation import emulated_deep_ep
-from tests.integration.megatron_core.jobs import Check, require, run_checks
-from tests.integration.megatron_core.layer import RANKS, Case, build, difference, outcome, own_spec
+from tests.integration.jobs import Check, require
+from tests.integration.megatron_core.layer import RANKS, Case, build, outcome, own_spec
+from tests.integration.megatron_core.on_cpu import run_megatron
+from tests.integration.needs import needs
+from tests.integration.steps import difference
 
 pytestmark = pytest.mark.integration
-needs_megatron = pytest.mark.skipif(
-    find_spec("megatron") is None, reason="needs megatron-core: install moe-dispatch[megatron]"
-)
+_, needs_megatron = needs("megatron")
 
 RELEASE = "hybridep-94a9f8f"
 HYBRIDEP = {"name": "hybridep", "emulate": RELEASE}
 MULTIPLE, MOST, HIDDEN, EXPERTS, TOP_K = 16, 32, 256, 8, 2
-
-
-def config_of(*, graph_safe: bool) -> DispatcherConfig:
-    return DispatcherConfig(
-        backend=HYBRIDEP,
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        hidden_size=HIDDEN,
-        pad_multiple="fp8",
-        graph_safe=graph_safe,
-        max_tokens_per_rank=MOST if graph_safe else None,
-    )
 
 
 def drawn(rank: int) -> tuple[Tensor, Routing]:
@@ -51,31 +40,42 @@ def drawn(rank: int) -> tuple[Tensor, Routing]:
     return torch.randn(tokens, HIDDEN, generator=generator).bfloat16(), Routing(chosen.indices, chosen.values)
 
 
-def pad_on_the_host(rows: Tensor, tokens_per_expert: Tensor, multiple: int) -> tuple[Tensor, list[int]]:
+def pad_on_the_host(sent: Dispatched) -> Tensor:
     """What experts do that find their rows unpadded: Megatron's stand-alone step, which the issue is about."""
-    counts = tokens_per_expert.tolist()
-    parts = [nn.functional.pad(part, (0, 0, 0, -len(part) % multiple)) for part in rows[: sum(counts)].split(counts)]
-    return torch.cat(parts), [len(part) for part in parts]
+    counts = sent.tokens_per_expert.tolist()
+    parts = sent.rows[: sum(counts)].split(counts)
+    return torch.cat([nn.functional.pad(part, (0, 0, 0, -len(part) % MULTIPLE)) for part in parts])
 
 
 def quantised_experts(sent: Dispatched) -> Tensor:
     """Experts of a multiple: what was dispatched says whether they have to see to it."""
-    rows = sent.rows
-    if sent.pad_multiple % MULTIPLE:
-        rows, _ = pad_on_the_host(rows, sent.tokens_per_expert, MULTIPLE)
-    return torch.tanh(rows)
+    return torch.tanh(pad_on_the_host(sent) if sent.pad_multiple % MULTIPLE else sent.rows)
 
 
-def one_layer(dispatcher: Dispatcher, rank: int, experts: Callable[[Dispatched], Tensor]) -> Dispatched:
-    x, routing = drawn(rank)
-    x.requires_grad_()
-    sent = dispatcher.dispatch(x, routing)
+def one_layer(group: dist.ProcessGroup, experts: Callable[[Dispatched], Tensor], *, graph_safe: bool) -> Dispatched:
+    with allow_host_syncs():
+        config = DispatcherConfig(
+            backend=HYBRIDEP,
+            num_experts=EXPERTS,
+            top_k=TOP_K,
+            hidden_size=HIDDEN,
+            pad_multiple="fp8",
+            graph_safe=graph_safe,
+            max_tokens_per_rank=MOST if graph_safe else None,
+        )
+        dispatcher = build_dispatcher(config, group)
+        x, routing = drawn(group.rank())
+    sent = dispatcher.dispatch(x.requires_grad_(), routing)
     dispatcher.combine(experts(sent), sent).sum().backward()
+    with allow_host_syncs():
+        assert not graph_safe or not dispatcher.check().overflowed
+        dispatcher.close()
     return sent
 
 
 @pytest.mark.parametrize("graph_safe", [False, True])
 def test_the_library_pads_and_nobody_after_it(graph_safe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no step of the graph-safe path is on the host."""
     buffer = emulated_deep_ep(RELEASE).HybridEPBuffer
     original, calls = buffer.dispatch_with_permute, []
 
@@ -86,49 +86,25 @@ def test_the_library_pads_and_nobody_after_it(graph_safe: bool, monkeypatch: pyt
         return result
 
     monkeypatch.setattr(buffer, "dispatch_with_permute", spied)
-
-    def body(group: dist.ProcessGroup) -> tuple[int, list[int], list[int]]:
-        dispatcher = build_dispatcher(config_of(graph_safe=graph_safe), group)
-        sent = one_layer(dispatcher, group.rank(), quantised_experts)
-        dispatcher.close()
-        assert sent.pad_multiple == MULTIPLE
-        return len(sent.rows), sent.tokens_per_expert.tolist(), sent.real_tokens_per_expert.tolist()
-
-    with patch(f"{__name__}.pad_on_the_host", side_effect=AssertionError("padded twice")):
-        by_rank = run_ranks(body, 2)
+    with (
+        patch(f"{__name__}.pad_on_the_host", side_effect=AssertionError("padded twice")),
+        refuse_host_syncs() if graph_safe else nullcontext(),
+    ):
+        by_rank = run_ranks(lambda group: one_layer(group, quantised_experts, graph_safe=graph_safe), 2)
     forwards = [(given, rows) for given, rows in calls if given.get("handle") is None]
     assert {given["pad_multiple"] for given, _ in forwards} == {MULTIPLE}
-    assert sorted(rows for _, rows in forwards) == sorted(rows for rows, _, _ in by_rank)  # as it delivered them
-    for rows, padded, real in by_rank:
-        assert padded == [-(-count // MULTIPLE) * MULTIPLE for count in real]
-        assert rows == sum(padded) if not graph_safe else rows > sum(padded)
-    assert by_rank[0][1][3] == by_rank[0][2][3] == 0
-
-
-def test_the_graph_safe_path_has_no_step_on_the_host() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        with allow_host_syncs():
-            dispatcher = build_dispatcher(config_of(graph_safe=True), group)
-        one_layer(dispatcher, group.rank(), quantised_experts)
-        with allow_host_syncs():
-            assert not dispatcher.check().overflowed
-            dispatcher.close()
-
-    with refuse_host_syncs():
-        run_ranks(body, 2)
+    assert sorted(rows for _, rows in forwards) == sorted(len(sent.rows) for sent in by_rank)  # as it delivered them
+    for sent in by_rank:
+        padded, real = sent.tokens_per_expert, sent.real_tokens_per_expert
+        assert sent.pad_multiple == MULTIPLE
+        assert padded.tolist() == [-(-count // MULTIPLE) * MULTIPLE for count in real.tolist()]
+        assert len(sent.rows) > padded.sum() if graph_safe else len(sent.rows) == padded.sum()
+    assert by_rank[0].tokens_per_expert[3] == 0
 
 
 def test_a_second_padding_is_caught() -> None:
-    def pads_again(sent: Dispatched) -> Tensor:
-        return torch.tanh(pad_on_the_host(sent.rows, sent.tokens_per_expert, MULTIPLE)[0])
-
-    def body(group: dist.ProcessGroup) -> None:
-        with allow_host_syncs():
-            dispatcher = build_dispatcher(config_of(graph_safe=True), group)
-        one_layer(dispatcher, group.rank(), pads_again)
-
     with pytest.raises(HostSyncError, match=r"tolist.* at .*test_case5_graph_safe_padding"), refuse_host_syncs():
-        run_ranks(body, 2)
+        run_ranks(lambda group: one_layer(group, pad_on_the_host, graph_safe=True), 2)
 
 
 # Through Megatron: its experts, with its own padding in them.
@@ -141,25 +117,20 @@ def quantised_case(seed: int) -> Case:
     return Case(config=config, unchecked=float8, dtype=torch.bfloat16, tokens=(9, 16, 5, 12), seed=seed)
 
 
-class PaddingSeen:
+@contextmanager
+def padding_seen() -> Iterator[list[tuple[int, int]]]:
     """Calls of the experts' padding inside the block: rows that went in and came out of it."""
+    from megatron.core.transformer.moe.experts import SequentialMLP
 
-    def __enter__(self) -> list[tuple[int, int]]:
-        from megatron.core.transformer.moe.experts import SequentialMLP
+    original, seen = SequentialMLP._pad_tensor_for_quantization, []
 
-        original, seen = SequentialMLP._pad_tensor_for_quantization, []
+    def spied(experts: Any, hidden: Tensor, probs: Tensor) -> Any:
+        result = original(experts, hidden, probs)
+        seen.append((len(hidden), len(result[0])))
+        return result
 
-        def spied(experts: Any, hidden: Tensor, probs: Tensor) -> Any:
-            result = original(experts, hidden, probs)
-            seen.append((len(hidden), len(result[0])))
-            return result
-
-        self._patch = patch.object(SequentialMLP, "_pad_tensor_for_quantization", spied)
-        self._patch.start()
-        return seen
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.stop()
+    with patch.object(SequentialMLP, "_pad_tensor_for_quantization", spied):
+        yield seen
 
 
 def experts_do_not_pad(rank: int) -> dict[str, Any]:
@@ -174,10 +145,10 @@ def experts_do_not_pad(rank: int) -> dict[str, Any]:
 
     case = quantised_case(seed=1)
     layer = build(own_spec(), case)
-    with PaddingSeen() as by_experts:
+    with padding_seen() as by_experts:
         want = outcome(layer, case.hidden(rank))
     convert(layer, backend=HYBRIDEP)
-    with PaddingSeen() as with_ours:
+    with padding_seen() as with_ours:
         got = outcome(layer, case.hidden(rank))
     configs = [layer.config, layer.experts.config]
     skips = [] if VERSION.startswith("0.16") else [moe_utils.skip_routed_expert_padding(config) for config in configs]
@@ -238,7 +209,7 @@ CHECKS: dict[str, Check] = {
 
 @functools.cache
 def results() -> dict[str, list[Any]]:
-    return run_checks(CHECKS)
+    return run_megatron(CHECKS)
 
 
 @needs_megatron

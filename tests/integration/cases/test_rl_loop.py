@@ -133,16 +133,6 @@ def test_old_and_new_policy_agree_before_the_first_update(page: dict[str, Any]) 
     assert (together - apart).abs().max() < 1e-12
 
 
-def test_a_mean_for_each_micro_batch_would_depend_on_the_cut(page: dict[str, Any]) -> None:
-    policy, want = page["Policy"](page["load_config"]()), of_all()[0]
-    batches = page["cut"]([len(sequence) for sequence in page["rollouts"]], 64)
-    for batch in batches:
-        found = page["logprobs"](policy, [page["rollouts"][index] for index in batch])
-        gain = torch.cat([page["advantages"][i].expand(len(page["rollouts"][i]) - 1) for i in batch])
-        (-(found - found.detach()).exp() * gain).mean().div(len(batches)).backward()
-    assert worst({name: weight.grad for name, weight in policy.named_parameters()}, want) > 0.1
-
-
 def test_cuts_keep_to_the_budget_and_lose_nothing(page: dict[str, Any]) -> None:
     lengths = [40, 3, 17, 25, 9, 60, 2, 31]
     for budget in (1, 20, 64, 100, 1000):

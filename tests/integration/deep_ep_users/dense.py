@@ -5,8 +5,9 @@ Suffixes as in ``moe_dispatch.types``; F is an expert's inner width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, final
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,10 @@ from torch import Generator, Tensor
 # experts and over ranks), by at most 2**-9 of its size each time; twice that for rows whose terms cancel. A
 # contribution that is lost, doubled or in another's place is off by a tenth of some row and more.
 TOLERANCE = 16 * 2.0**-9
+EXPERTS, TOP_K, INNER = 8, 3, 48
+# The output of a rank, the gradients of its rows and weights, and those of its experts from the tokens of all ranks.
+TRAINING, INFERENCE = ("y", "x", "weights", "gate", "up", "down"), ("y",)
+Tensors = dict[str, Tensor]
 
 
 @final
@@ -28,15 +33,14 @@ class Case:
         routing: "random"; "crowded", where every token also goes to expert 1, and none to 2, 4 and 7; "starved", where
             the last rank receives nothing; "even", where every expert gets the same number of tokens from each rank;
             "holes", where random slots go nowhere, and every third token goes to no expert at all.
+        options: the vendor's, by its names.
     """
 
     tokens: tuple[int, ...]
     routing: Literal["random", "crowded", "starved", "even", "holes"] = "random"
-    experts: int = 8
-    top_k: int = 3
     hidden: int = 256
-    inner: int = 32
     seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ep_size(self) -> int:
@@ -44,157 +48,73 @@ class Case:
 
     def local(self, rank: int) -> slice:
         """The experts of a rank."""
-        held = self.experts // self.ep_size
+        held = EXPERTS // self.ep_size
         return slice(rank * held, (rank + 1) * held)
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Given:
-    """What one rank's layer is called with.
+def draw(case: Case, rank: int) -> Tensors:
+    """Seeded input of one rank.
 
-    Attributes:
-        x_TD: bfloat16.
-        ids_TK: int64, distinct, -1 for a slot that goes nowhere.
-        weights_TK: float32, 0 where the id is -1.
-        upstream_TD: gradient of the output.
+    bfloat16 rows "x" and "upstream", int64 "ids", which are distinct, -1 for a slot that goes nowhere, and float32
+    "weights", 0 where the id is -1.
     """
-
-    x_TD: Tensor
-    ids_TK: Tensor
-    weights_TK: Tensor
-    upstream_TD: Tensor
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Weights:
-    """silu(x @ gate.T) * (x @ up.T) @ down.T of each expert."""
-
-    gate_EFD: Tensor
-    up_EFD: Tensor
-    down_EDF: Tensor
-
-    def of(self, experts: slice) -> Weights:
-        return Weights(gate_EFD=self.gate_EFD[experts], up_EFD=self.up_EFD[experts], down_EDF=self.down_EDF[experts])
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Outcome:
-    """What a rank has after a forward and a backward; its experts' gradients come from the tokens of all ranks.
-
-    After inference only y_TD.
-    """
-
-    y_TD: Tensor
-    grad_x_TD: Tensor | None = None
-    grad_weights_TK: Tensor | None = None
-    grad_gate_LFD: Tensor | None = None
-    grad_up_LFD: Tensor | None = None
-    grad_down_LDF: Tensor | None = None
-
-
-TRAINING = tuple(Outcome.__dataclass_fields__)
-
-
-def draw(case: Case, rank: int) -> Given:
-    """Seeded input of one rank."""
     generator = torch.Generator().manual_seed(1000 * case.seed + rank)
     tokens = case.tokens[rank]
     ids_TK = _draw_ids(case, tokens, generator)
-    weights_TK = torch.randn(tokens, case.top_k, generator=generator).softmax(1)
-    return Given(
-        x_TD=torch.randn(tokens, case.hidden, generator=generator).bfloat16(),
-        ids_TK=ids_TK,
-        weights_TK=weights_TK.masked_fill(ids_TK < 0, 0.0),
-        upstream_TD=torch.randn(tokens, case.hidden, generator=generator).bfloat16(),
-    )
+    weights_TK = torch.randn(tokens, TOP_K, generator=generator).softmax(1)
+    x_TD, upstream_TD = torch.randn(2, tokens, case.hidden, generator=generator).bfloat16()
+    return {"x": x_TD, "ids": ids_TK, "weights": weights_TK.masked_fill(ids_TK < 0, 0.0), "upstream": upstream_TD}
 
 
 def _draw_ids(case: Case, tokens: int, generator: Generator) -> Tensor:
     if case.routing == "even":
-        in_turn_N: Tensor = torch.arange(tokens * case.top_k) % case.experts
-        return in_turn_N.view(tokens, case.top_k)
-    scores_TE = torch.rand(tokens, case.experts, generator=generator)
+        return torch.arange(tokens * TOP_K).remainder(EXPERTS).view(tokens, TOP_K)
+    scores_TE = torch.rand(tokens, EXPERTS, generator=generator)
     if case.routing == "crowded":
         scores_TE[:, 1] = 2.0
         scores_TE[:, [2, 4, 7]] = -1.0
     if case.routing == "starved":
         scores_TE[:, case.local(case.ep_size - 1)] = -1.0
-    ids_TK: Tensor = scores_TE.topk(case.top_k).indices
+    ids_TK = scores_TE.topk(TOP_K).indices
     if case.routing == "holes":
         ids_TK[torch.rand(ids_TK.shape, generator=generator) < 0.3] = -1
         ids_TK[::3] = -1
     return ids_TK
 
 
-def draw_weights(case: Case) -> Weights:
-    """bfloat16 weights of all experts, the same on every rank."""
+def draw_weights(case: Case) -> Tensors:
+    """bfloat16 weights of all experts: silu(x @ gate.T) * (x @ up.T) @ down.T."""
     generator = torch.Generator().manual_seed(case.seed + 77)
-
-    def drawn(rows: int, columns: int) -> Tensor:
-        values: Tensor = torch.randn(case.experts, rows, columns, generator=generator) / columns**0.5
-        return values.bfloat16()
-
-    return Weights(
-        gate_EFD=drawn(case.inner, case.hidden),
-        up_EFD=drawn(case.inner, case.hidden),
-        down_EDF=drawn(case.hidden, case.inner),
-    )
+    shapes = {"gate": (INNER, case.hidden), "up": (INNER, case.hidden), "down": (case.hidden, INNER)}
+    return {
+        name: (torch.randn(EXPERTS, *shape, generator=generator) / shape[1] ** 0.5).bfloat16()
+        for name, shape in shapes.items()
+    }
 
 
-def dense_outcomes(case: Case) -> list[Outcome]:
-    """The outcome of every rank, by rank."""
-    given = [draw(case, rank) for rank in range(case.ep_size)]
-    weights = draw_weights(case)
-    gate_EFD, up_EFD, down_EDF = (_leaf(part) for part in (weights.gate_EFD, weights.up_EFD, weights.down_EDF))
-    inputs = [(_leaf(one.x_TD), _leaf(one.weights_TK)) for one in given]
-    outputs = [
-        _layer(x_TD, one.ids_TK, weights_TK, Weights(gate_EFD=gate_EFD, up_EFD=up_EFD, down_EDF=down_EDF))
-        for one, (x_TD, weights_TK) in zip(given, inputs, strict=True)
-    ]
-    torch.autograd.backward(outputs, [one.upstream_TD.double() for one in given])
-    return [
-        Outcome(
-            y_TD=y_TD.detach(),
-            grad_x_TD=gradient(x_TD),
-            grad_weights_TK=gradient(weights_TK),
-            grad_gate_LFD=gradient(gate_EFD)[case.local(rank)],
-            grad_up_LFD=gradient(up_EFD)[case.local(rank)],
-            grad_down_LDF=gradient(down_EDF)[case.local(rank)],
-        )
-        for rank, (y_TD, (x_TD, weights_TK)) in enumerate(zip(outputs, inputs, strict=True))
-    ]
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.double().requires_grad_()
+def dense(case: Case) -> list[Tensors]:
+    """The output and the gradients of every rank, by rank."""
+    found = []
+    experts = {name: weight.double().requires_grad_() for name, weight in draw_weights(case).items()}
+    for rank in range(case.ep_size):
+        given = draw(case, rank)
+        x_TD, weights_TK = (given[name].double().requires_grad_() for name in ("x", "weights"))
+        y_TD = torch.zeros_like(x_TD)
+        for expert, (gate_FD, up_FD, down_DF) in enumerate(zip(*experts.values(), strict=True)):
+            token, slot = (given["ids"] == expert).nonzero(as_tuple=True)
+            inner_RF = F.silu(x_TD[token] @ gate_FD.T) * (x_TD[token] @ up_FD.T)
+            y_TD = y_TD.index_add(0, token, inner_RF @ down_DF.T * weights_TK[token, slot, None])
+        y_TD.backward(given["upstream"].double())
+        found.append({"y": y_TD.detach(), "x": gradient(x_TD), "weights": gradient(weights_TK)})
+    for rank, of_rank in enumerate(found):
+        of_rank |= {name: gradient(weight)[case.local(rank)] for name, weight in experts.items()}
+    return found
 
 
 def gradient(leaf: Tensor) -> Tensor:
     """What a backward left on a leaf. AssertionError where it was cut off."""
     assert leaf.grad is not None, "no gradient came back"
     return leaf.grad
-
-
-def _layer(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: Weights) -> Tensor:
-    y_TD = torch.zeros_like(x_TD)
-    for expert in range(weights.gate_EFD.shape[0]):
-        token, slot = (ids_TK == expert).nonzero(as_tuple=True)
-        rows_RD = x_TD[token]
-        inner_RF = F.silu(rows_RD @ weights.gate_EFD[expert].T) * (rows_RD @ weights.up_EFD[expert].T)
-        y_TD = y_TD.index_add(0, token, inner_RF @ weights.down_EDF[expert].T * weights_TK[token, slot, None])
-    return y_TD
-
-
-def errors(got: Outcome, want: Outcome) -> dict[str, float]:
-    """``worst_row`` by name, for what ``got`` has."""
-    return {
-        name: worst_row(tensor, getattr(want, name))
-        for name in Outcome.__dataclass_fields__
-        if (tensor := getattr(got, name)) is not None
-    }
 
 
 def worst_row(got: Tensor, want: Tensor) -> float:

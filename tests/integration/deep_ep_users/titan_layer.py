@@ -3,94 +3,48 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, final
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._library import opaque_object
 from torch._opaque_base import OpaqueBase
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.integration.deep_ep_users.dense import Case, Given, Outcome, draw, draw_weights, gradient
-from tests.integration.deep_ep_users.rank import Job
+from tests.integration.deep_ep_users.dense import EXPERTS, INNER, TOP_K, Case, Tensors, draw, draw_weights, gradient
 
 
-@final
-class TitanRunning:
-    """A RoutedExperts that has gone forward.
+def forward(case: Case, rank: int, group: dist.ProcessGroup) -> Callable[[], Tensors]:
+    """Run a RoutedExperts forward.
 
-    Options: ``dispatcher`` names the class, and the others are fields of its configuration. But these are of the test:
-    ``training=False`` goes without gradients, ``deterministic=True`` opens a buffer in torch's deterministic mode, and
-    ``uneven=True`` goes past the dispatcher, which takes its own number of rows for everyone's, to what it calls.
+    Options: ``dispatcher`` names the class, and the others are fields of its configuration. But ``training=False`` is
+    of the test, and goes without gradients.
     """
+    options = dict(case.options)
+    training = options.pop("training", True)
+    given = draw(case, rank)
+    x_TD, weights_TK = (given[name].clone().requires_grad_() for name in ("x", "weights"))
+    # torchtitan says by a weight of zero that a slot is not to be used, and has an expert in every slot.
+    free_TE = torch.ones(len(x_TD), EXPERTS + 1).scatter(1, given["ids"].remainder(EXPERTS + 1), 0.0)
+    ids_TK = torch.where(given["ids"] < 0, free_TE[:, :-1].topk(TOP_K).indices, given["ids"])
+    with torch.set_grad_enabled(training):
+        layer = _layer(case, rank, group, options)
+        counts_E = torch.bincount(ids_TK.flatten(), minlength=EXPERTS)
+        y_TD = layer(x_TD[None], weights_TK[None], ids_TK[None], counts_E)[0]
 
-    def __init__(self, job: Job, rank: int, group: dist.ProcessGroup) -> None:
-        options = dict(job.options)
-        training, uneven = options.pop("training", True), options.pop("uneven", False)
-        given = draw(job.case, rank)
-        self._upstream_TD = given.upstream_TD
-        self._x_TD = given.x_TD.clone().requires_grad_()
-        self._weights_TK = given.weights_TK.clone().requires_grad_()
-        ids_TK = _an_expert_in_every_slot(given, job.case)
-        with _deterministic(options.pop("deterministic", False)), torch.set_grad_enabled(training):
-            self._layer = _layer(job.case, rank, group, options)
-            self._y_TD = self._uneven(ids_TK, job.case) if uneven else self._forward(ids_TK, job.case)
+    def backward() -> Tensors:
+        if not training:
+            return {"y": y_TD}
+        y_TD.backward(given["upstream"])
+        experts = layer.inner_experts
+        grads = {"x": x_TD, "weights": weights_TK, "gate": experts.w1_EFD, "up": experts.w3_EFD, "down": experts.w2_EDF}
+        # The weights of the slots get no gradient on a rank that receives nothing.
+        found = {name: gradient(leaf) for name, leaf in grads.items() if leaf.grad is not None or name != "weights"}
+        return {"y": y_TD.detach(), **found}
 
-    def _forward(self, ids_TK: Tensor, case: Case) -> Tensor:
-        counts_E = torch.bincount(ids_TK.flatten(), minlength=case.experts)
-        y_BLD: Tensor = self._layer(self._x_TD[None], self._weights_TK[None], ids_TK[None], counts_E)
-        return y_BLD[0]
-
-    def _uneven(self, ids_TK: Tensor, case: Case) -> Tensor:
-        from torchtitan.distributed.deepep import deepep
-
-        local = case.experts // case.ep_size
-        rows_RD, counts_L, state = deepep.dispatch_tokens(
-            self._x_TD, ids_TK, self._weights_TK, local, case.experts, num_tokens_per_rank=max(case.tokens)
-        )
-        y_TD: Tensor = deepep.combine_tokens(self._layer.inner_experts(rows_RD, counts_L), state)
-        deepep.sync_combine()
-        return y_TD
-
-    def backward(self) -> Outcome:
-        if not self._y_TD.requires_grad:
-            return Outcome(y_TD=self._y_TD)
-        self._y_TD.backward(self._upstream_TD)
-        experts = self._layer.inner_experts
-        return Outcome(
-            y_TD=self._y_TD.detach(),
-            grad_x_TD=gradient(self._x_TD),
-            grad_weights_TK=self._weights_TK.grad,
-            grad_gate_LFD=gradient(experts.w1_EFD),
-            grad_up_LFD=gradient(experts.w3_EFD),
-            grad_down_LDF=gradient(experts.w2_EDF),
-        )
-
-
-def _an_expert_in_every_slot(given: Given, case: Case) -> Tensor:
-    """Ids without -1: torchtitan says by a weight of zero that a slot is not to be used."""
-    ids_TK = given.ids_TK
-    free_TE = torch.ones(ids_TK.shape[0], case.experts + 1).scatter(1, ids_TK.remainder(case.experts + 1), 0.0)
-    free_TK = free_TE[:, :-1].topk(case.top_k).indices
-    return torch.where(ids_TK < 0, free_TK, ids_TK)
-
-
-@contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
-    """Deterministic mode and a new buffer in it; without filling fresh memory, which deep_ep does not allow."""
-    if not wanted:
-        yield
-        return
-    from torchtitan.distributed.deepep import deepep
-
-    deepep._buffer = None
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    return backward
 
 
 def _layer(case: Case, rank: int, group: dist.ProcessGroup, options: dict[str, Any]) -> Any:
@@ -103,15 +57,12 @@ def _layer(case: Case, rank: int, group: dist.ProcessGroup, options: dict[str, A
     sizes = {"hidden_dim": case.hidden, "num_max_tokens_per_rank": max(case.tokens)}
     layer = RoutedExperts.Config(
         # The experts of this rank, as they are where parameters are sharded.
-        inner_experts=GroupedExperts.Config(
-            dim=case.hidden, hidden_dim=case.inner, num_experts=case.experts // case.ep_size
-        ),
-        token_dispatcher=dispatcher.Config(num_experts=case.experts, top_k=case.top_k, **(sizes | options)),
+        inner_experts=GroupedExperts.Config(dim=case.hidden, hidden_dim=INNER, num_experts=EXPERTS // case.ep_size),
+        token_dispatcher=dispatcher.Config(num_experts=EXPERTS, top_k=TOP_K, **(sizes | options)),
     ).build()
-    weights = draw_weights(case).of(case.local(rank))
-    layer.inner_experts.w1_EFD = nn.Parameter(weights.gate_EFD)
-    layer.inner_experts.w3_EFD = nn.Parameter(weights.up_EFD)
-    layer.inner_experts.w2_EDF = nn.Parameter(weights.down_EDF)
+    weights = draw_weights(case)
+    for name, drawn in {"w1_EFD": "gate", "w3_EFD": "up", "w2_EDF": "down"}.items():
+        setattr(layer.inner_experts, name, nn.Parameter(weights[drawn][case.local(rank)]))
     _operators_on_cpu(dispatcher.__name__)
     layer.token_dispatcher.wire_meshes(ep_mesh=_mesh(group))
     return layer

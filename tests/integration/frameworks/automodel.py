@@ -1,7 +1,9 @@
-"""The grouped experts of NeMo Automodel on two ranks, against a loop over all experts in float64."""
+"""A Qwen3-MoE of NeMo Automodel, sharded by Automodel's own functions, against one rank with its own experts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -9,36 +11,147 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from moe_dispatch.errors import ConfigError, StateError
-from tests.integration.deep_ep_users.cpu import cpu_for_cuda
+from tests.integration.deep_ep_users.dense import gradient
 from tests.integration.frameworks.sources import import_real
+from tests.integration.megatron_core.on_cpu import cpu_for_cuda
+from tests.integration.steps import FAULTS, accumulate, difference, planted, train
+from tests.integration.transformers.models import HIDDEN, TOP_K, VOCABULARY, config_of
 
-BALANCED: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}  # copies also for these few rows
-RANKS, EXPERTS, TOP_K, HIDDEN, INNER, VOCABULARY = 2, 4, 2, 32, 16, 64
+EXPERTS, EP, STEPS = 4, 2, 8
+Batch = tuple[Tensor, Tensor]  # ids, and what is padding
 
 
-def trained(rank: int) -> dict[str, tuple[str, float, bool]]:
-    """By routing: the backend; the largest error of outputs and gradients; whether padding gets zeros."""
-    _refused()
-    return {
-        f"{name}, {fields}": _trained(rank, experts, fields)
-        for name, experts in {"all": EXPERTS, "those of rank 0": 2}.items()
-        for fields in (
-            {},
-            BALANCED,
-            {"balance": "exact", "graph_safe": True, "max_tokens_per_rank": 8},
-            {"chunk_tokens": 2},
-            {"chunk_tokens": 2, **BALANCED},
+def compared(rank: int, kinds: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """What each kind of dispatch gives.
+
+    "lost" and "twice" have a fault in how gradients of copies come home. "offloaded" keeps copies of saved tensors, as
+    torch's ``save_on_cpu`` does on a GPU. On as many ranks as hold the experts, only gradients are compared.
+    """
+    parallelizer = import_real("nemo_automodel.components.moe.parallelizer")
+    found: dict[str, Any] = {}
+    with cpu_for_cuda(), mock.patch("torch.cuda.current_device", return_value=0):
+        for kind, fields in kinds.items():
+            for together in (False, True):
+                found[f"{kind}, {together}"] = _accumulated(parallelizer, rank, fields, together=together)
+        if dist.get_world_size() == EP:
+            return found
+        runs = {kind: _sharded(parallelizer, kinds[kind]) for kind in ("plain", "balanced")}
+        found |= {f"{kind}, train": _trained(model, rank) for kind, model in runs.items()}
+        with saved_tensors_hooks(lambda saved: saved.clone(), lambda kept: kept):
+            found["offloaded"] = _accumulated(parallelizer, rank, kinds["balanced"], together=False)["error"]
+        for fault in FAULTS:
+            with planted(fault):
+                found[fault] = _accumulated(parallelizer, rank, kinds["balanced"], together=False)["error"]
+    return found
+
+
+def _favoured(**backend: str) -> Any:
+    """A model of Automodel in float32 whose routers choose the first two of four experts, those of the first rank."""
+    from nemo_automodel.components.models.common import BackendConfig
+    from nemo_automodel.components.models.qwen3_moe.model import Qwen3MoeForCausalLM
+
+    config = config_of("qwen3_moe", num_experts=EXPERTS, dtype="float32")
+    chosen = BackendConfig(attn="sdpa", linear="torch", rms_norm="torch", rope_fusion=False, **backend)
+    model = Qwen3MoeForCausalLM(config, backend=chosen)
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        scale = weight.shape[-2] ** -0.5 if weight.dim() > 1 else 1
+        weight.data.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.add_(3)
+        for layer in model.model.layers.children():
+            direction = layer.post_attention_layernorm.weight
+            layer.mlp.gate.weight[:2] += 5 * direction / direction.norm()
+    return model
+
+
+def _sharded(parallelizer: Any, fields: Mapping[str, Any]) -> Any:
+    from moe_dispatch.integrations.nemo_automodel import use_moe_dispatch
+
+    use_moe_dispatch(backend="alltoall", **fields)
+    model, ranks = _favoured(experts="torch_mm", dispatcher="hybridep"), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks // EP, EP), mesh_dim_names=("ep_shard", "ep"))
+    parallelizer.apply_ep(model, mesh["ep"])
+    parallelizer.apply_fsdp(
+        model,
+        init_device_mesh("cpu", (ranks,)),
+        ep_enabled=True,
+        ep_shard_enabled=ranks > EP,
+        ep_shard_mesh=mesh["ep_shard"],
+        mp_policy=MixedPrecisionPolicy(),
+        reshard_after_forward=True,
+    )
+    return model
+
+
+def _batches(rank: int) -> tuple[Batch, Batch]:
+    """Two of a rank, of other lengths. The second one of rank 0 has no token."""
+    pair = []
+    for number in range(2):
+        ids = torch.randint(
+            VOCABULARY, (2, 6 + rank + number), generator=torch.Generator().manual_seed(2 * rank + number)
         )
+        is_padding = torch.zeros(ids.shape, dtype=torch.bool)
+        is_padding[1, -2:] = True
+        pair.append((ids, is_padding | (rank == 0 and number == 1)))
+    return pair[0], pair[1]
+
+
+def _loss(model: Any, batch: Batch) -> Tensor:
+    ids, is_padding = batch
+    output = model(ids, attention_mask=torch.ones_like(ids), padding_mask=is_padding)
+    loss: Tensor = -(getattr(output, "logits", output).log_softmax(-1)[..., 0] * ~is_padding).sum()
+    return loss
+
+
+def _accumulated(parallelizer: Any, rank: int, fields: Mapping[str, Any], *, together: bool) -> dict[str, Any]:
+    """The error of the gradients of two micro-batches. ``together``: both forwards run before one backward."""
+    model = _sharded(parallelizer, fields)
+    fired = accumulate(model, [partial(_loss, model, batch) for batch in _batches(rank)], together=together)
+    whole, ranks = _favoured(experts="torch", dispatcher="torch"), dist.get_world_size()
+    for other in range(ranks):
+        for batch in _batches(other):
+            _loss(whole, batch).backward()
+    got, want = dict[str, Tensor](), dict[str, Tensor]()
+    for (name, weight), (_, reference) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        # FSDP takes the mean over all ranks, and for experts over those that share them.
+        mean = ranks // EP if ".experts." in name else ranks
+        grad: Any = weight.grad
+        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        got[name], want[name] = grad * mean, gradient(reference)
+    return {
+        "error": difference(got, want),
+        "fired": set(fired.values()),
+        "hooked": len(fired) == len(got),
+        "keys": list(model.state_dict()) == list(whole.state_dict()),
+        "fetches": _dispatcher(model).metrics().collectives.get("weights", 0),
     }
 
 
-def _refused() -> None:
+def _dispatcher(model: Any) -> Any:
+    from moe_dispatch.integrations.nemo_automodel import AutomodelDispatcher
+
+    experts = next(iter(model.model.layers.children())).mlp.experts
+    assert isinstance(experts.token_dispatcher, AutomodelDispatcher)
+    assert experts.get_pipeline_runtime_initializers() == ()
+    return experts.token_dispatcher.dispatcher(HIDDEN)
+
+
+def _trained(model: Any, rank: int) -> dict[str, Any]:
+    """Losses of some steps, and rows of the busiest rank divided by the mean over all of them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = train(optimizer, STEPS, lambda _: _loss(model, _batches(rank)[0]))
+    return {"losses": losses, "imbalance": _dispatcher(model).metrics(gather=True).rank_imbalance}
+
+
+def refused(rank: int) -> None:
+    """What the dispatcher of Automodel refuses."""
     import_real("nemo_automodel.components.moe.experts")
     from moe_dispatch.integrations.nemo_automodel import AutomodelDispatcher, use_moe_dispatch
 
@@ -58,158 +171,3 @@ def _refused() -> None:
             driven.token_permutation2(torch.empty(0, HIDDEN), 0, torch.empty(0, 2), torch.empty(0, 2))
     with pytest.raises(StateError, match="token_permutation2 must come before it, got nothing in flight"):
         dispatcher.token_unpermutation(torch.empty(0, HIDDEN))
-
-
-def _trained(rank: int, routed: int, fields: dict[str, Any]) -> tuple[str, float, bool]:
-    experts = import_real("nemo_automodel.components.moe.experts")
-    from moe_dispatch.integrations.nemo_automodel import AutomodelDispatcher, use_moe_dispatch
-
-    use_moe_dispatch(backend="alltoall", **fields)
-    config = moe_config(expert_bias="graph_safe" not in fields)  # Automodel adds biases to as many rows as are counted
-    with cpu_for_cuda():
-        layer = experts.GroupedExpertsDeepEP(config, dispatcher_backend="hybridep")
-        mesh = init_device_mesh("cpu", (RANKS,))
-        generator = torch.Generator().manual_seed(0)
-        whole = {
-            name: torch.randn(weight.shape, generator=generator).to(weight.dtype) * weight.shape[-2] ** -0.5
-            for name, weight in layer.named_parameters()
-        }
-        for name, weight in whole.items():
-            setattr(layer, name, torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
-        layer.init_token_dispatcher(mesh)
-        assert isinstance(layer.token_dispatcher, AutomodelDispatcher)
-        assert layer.get_pipeline_runtime_initializers() == ()
-        x, mask, weights, ids = inputs(rank, routed)
-        y = layer(x, mask, weights, ids)
-        y.float().square().sum().backward()
-    want_x, want_weights = (leaf.detach().double().requires_grad_() for leaf in (x, weights))
-    reference = {name: weight.double() for name, weight in whole.items()}
-    want = loop(reference, want_x, mask, want_weights, ids)
-    want.square().sum().backward()
-    errors = [error(y, want), error(x.grad, want_x.grad), error(weights.grad, want_weights.grad)]
-    name = layer.token_dispatcher.dispatcher(HIDDEN).backend_name
-    # Alone, Automodel gives a rank without rows no gradients of biases.
-    weighed = [weight for name, weight in layer.named_parameters() if "balance" in fields or "bias" not in name]
-    assert all(weight.grad is not None for weight in weighed)
-    return name, max(errors), bool((y[~mask] == 0).all())
-
-
-def whole_model(rank: int) -> dict[str, tuple[float, float]]:
-    """By backend: errors of loss and gradients of a Qwen3-MoE, beside Automodel's own experts without ranks."""
-    import_real("nemo_automodel.components.models.qwen3_moe.model")
-    from moe_dispatch.integrations.nemo_automodel import use_moe_dispatch
-
-    found = {}
-    with cpu_for_cuda(), mock.patch("torch.cuda.current_device", return_value=0):
-        mesh = init_device_mesh("cpu", (RANKS,))
-        theirs = qwen3_moe(experts="torch", dispatcher="torch")
-        want = _step(theirs, rank)
-        for backend in ("alltoall", "allgather"):
-            use_moe_dispatch(backend=backend)
-            ours = qwen3_moe(experts="torch_mm", dispatcher="hybridep")
-            for module in ours.modules():
-                if hasattr(module, "init_token_dispatcher"):
-                    for name, weight in module.named_parameters():
-                        setattr(module, name, torch.nn.Parameter(distribute_tensor(weight.data, mesh, [Shard(0)])))
-                    module.init_token_dispatcher(mesh)
-            loss = _step(ours, rank)
-            errors = []
-            for (name, weight), (_, reference) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-                got, grad = weight.grad, reference.grad.clone()
-                if ".experts." in name:  # they see the rows of all ranks
-                    assert isinstance(got, DTensor)
-                    dist.all_reduce(grad)
-                    got, grad = got.to_local(), grad.chunk(RANKS)[rank]
-                errors.append(error(got, grad))
-            found[backend] = abs(float(loss / want - 1)), max(errors)
-    return found
-
-
-def qwen3_moe(**backend: str) -> Any:
-    """A model of Automodel in float32, with the same weights in each call."""
-    from nemo_automodel.components.models.common import BackendConfig
-    from nemo_automodel.components.models.qwen3_moe.model import Qwen3MoeForCausalLM
-    from transformers import Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        moe_intermediate_size=INNER,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
-        max_position_embeddings=64,
-        dtype="float32",
-    )
-    chosen = BackendConfig(attn="sdpa", linear="torch", rms_norm="torch", rope_fusion=False, **backend)
-    model = Qwen3MoeForCausalLM(config, backend=chosen)
-    generator = torch.Generator().manual_seed(0)
-    for weight in model.parameters():
-        scale = weight.shape[-2] ** -0.5 if weight.dim() > 1 else 1
-        weight.data.copy_(torch.randn(weight.shape, generator=generator) * scale)
-    return model
-
-
-def _step(model: Any, rank: int) -> Tensor:
-    """Forward and backward of two sequences, of another length on each rank. The second one ends with padding."""
-    ids = torch.randint(VOCABULARY, (2, 6 + rank), generator=torch.Generator().manual_seed(rank))
-    is_padding = torch.zeros(ids.shape, dtype=torch.bool)
-    is_padding[1, -2:] = True
-    output = model(ids, attention_mask=(~is_padding).long(), padding_mask=is_padding)
-    loss: Tensor = (getattr(output, "logits", output).log_softmax(-1)[..., 0] * ~is_padding).sum()
-    loss.backward()
-    return loss.detach()
-
-
-def moe_config(*, expert_bias: bool) -> Any:
-    from nemo_automodel.components.moe.config import MoEConfig
-
-    return MoEConfig(
-        n_routed_experts=EXPERTS,
-        n_shared_experts=0,
-        n_activated_experts=TOP_K,
-        n_expert_groups=1,
-        n_limited_groups=1,
-        train_gate=True,
-        gate_bias_update_factor=0.0,
-        aux_loss_coeff=0.0,
-        score_func="softmax",
-        route_scale=1.0,
-        dim=HIDDEN,
-        inter_dim=INNER,
-        moe_inter_dim=INNER,
-        norm_topk_prob=False,
-        expert_bias=expert_bias,
-    )
-
-
-def inputs(rank: int, routed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1 + rank)
-    rows = 6 + rank
-    x = torch.randn(rows, HIDDEN, generator=generator).bfloat16().requires_grad_()
-    scores = torch.randn(rows, routed, generator=generator).softmax(1)
-    weights, ids = scores.topk(TOP_K)
-    mask = torch.ones(rows, dtype=torch.bool)
-    mask[-2:] = False
-    return x, mask, weights.clone().requires_grad_(), ids
-
-
-def loop(weight: dict[str, Tensor], x: Tensor, mask: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    y, biased = torch.zeros_like(x), "down_proj_bias" in weight
-    for expert in range(EXPERTS):
-        bias, down_bias = (weight[f"{name}_proj_bias"][expert] if biased else 0 for name in ("gate_up", "down"))
-        gate, up = (x @ weight["gate_and_up_projs"][expert] + bias).chunk(2, dim=-1)
-        out = (F.silu(gate) * up) @ weight["down_projs"][expert] + down_bias
-        share = (weights * (ids == expert) * mask[:, None]).sum(1, keepdim=True)
-        y = y + share * out
-    return y
-
-
-def error(got: Tensor | None, want: Tensor | None) -> float:
-    assert got is not None
-    assert want is not None
-    return float((got.double() - want).abs().max() / want.abs().max())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-from datetime import timedelta
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -13,44 +12,32 @@ import pytest
 import torch
 
 from moe_dispatch_testing import run_processes
-from tests.integration.frameworks import automodel, automodel_balance, training
+from tests.integration.frameworks import automodel, training
 from tests.integration.frameworks.sources import FOLDER, function_in, needs
+from tests.integration.jobs import TIMEOUT, require, run_checks
+from tests.integration.megatron_core.layer import BALANCED
 from tests.replay.samples import SAMPLES_OF_VERL
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core: install moe-dispatch[megatron]"),
 ]
-TIMEOUT = timedelta(seconds=120)
 
 
 @functools.cache
-def built() -> list[dict[str, Any]]:
-    present = [package for package in training.CHECKS if (FOLDER / package.partition(",")[0]).is_dir()]
-    return run_processes(training.run_checks, training.RANKS, present, timeout=TIMEOUT)
+def built() -> dict[str, list[Any]]:
+    present = {name: check for name, check in training.CHECKS.items() if (FOLDER / name.partition(",")[0]).is_dir()}
+    return run_checks(present, training.RANKS, training.in_megatron)
 
 
 @pytest.mark.parametrize("check", [pytest.param(name, marks=needs(name.partition(",")[0])) for name in training.CHECKS])
 def test_a_model_of_the_trainer_trains_as_before(check: str) -> None:
-    for found in built():
-        assert isinstance(found[check], float), found[check]
-        assert found[check] < 1e-5
+    assert max(require(built()[check])) < 1e-5
 
 
 @needs("nemo_automodel")
-def test_experts_of_automodel_train() -> None:
-    for found in run_processes(automodel.trained, automodel.RANKS, timeout=TIMEOUT):
-        for name, error, padding_is_zero in found.values():
-            assert name == "alltoall"
-            assert error < 1.6e-2  # rows and experts are bfloat16
-            assert padding_is_zero
-
-
-@needs("nemo_automodel")
-def test_a_whole_model_of_automodel_trains_as_with_its_own_experts() -> None:
-    for found in run_processes(automodel.whole_model, automodel.RANKS, timeout=TIMEOUT):
-        assert list(found) == ["alltoall", "allgather"]
-        assert all(loss < 1e-6 and gradients < 1e-5 for loss, gradients in found.values())
+def test_what_automodel_cannot_have_is_refused() -> None:
+    run_processes(automodel.refused, 2, timeout=TIMEOUT)
 
 
 @needs("nemo_automodel")
@@ -58,18 +45,21 @@ def test_a_whole_model_of_automodel_trains_as_with_its_own_experts() -> None:
 def test_balanced_experts_of_automodel_train_as_on_one_rank(ranks: int) -> None:
     """Also with two micro-batches, a rank without tokens, experts without rows, and FSDP2 around the experts."""
     in_chunks = {"chunk_tokens": 4, "chunk_recompute": True}
-    kinds: dict[str, dict[str, Any]] = {"plain": {}, "balanced": automodel.BALANCED, "in chunks": in_chunks}
-    for found in run_processes(automodel_balance.compared, ranks, kinds, timeout=TIMEOUT):
+    kinds: dict[str, dict[str, Any]] = {"plain": {}, "balanced": BALANCED, "in chunks": in_chunks}
+    if ranks == automodel.EP:
+        static = {"balance": "exact", "graph_safe": True, "max_tokens_per_rank": 20}
+        kinds |= {"graph-safe": static, "balanced, in chunks": in_chunks | BALANCED}
+    for found in run_processes(automodel.compared, ranks, kinds, timeout=TIMEOUT):
         for kind in kinds:
             for together in (False, True):
                 result = found[f"{kind}, {together}"]
                 # In chunks a GEMM has other sizes, so it rounds otherwise. This shows in small gradients of attention.
-                assert result["error"] < (3e-4 if kind == "in chunks" else 1e-5)
+                assert result["error"] < (1e-5 if kind in ("plain", "balanced") else 3e-4)
                 assert result["fired"] == {1 if together else 2}
                 assert result["hooked"]
                 assert result["keys"]
-                assert bool(result["fetches"]) == (kind == "balanced")
-        if ranks == automodel_balance.EP:
+                assert bool(result["fetches"]) == ("balance" in kinds[kind])
+        if ranks == automodel.EP:
             continue
         plain, balanced = found["plain, train"], found["balanced, train"]
         assert balanced["losses"] == pytest.approx(plain["losses"], rel=1e-5)
@@ -77,8 +67,6 @@ def test_balanced_experts_of_automodel_train_as_on_one_rank(ranks: int) -> None:
         assert plain["imbalance"] > 1.9
         assert balanced["imbalance"] < 1.05
         assert found["offloaded"] < 1e-5
-        assert found["resumed"]["plain"][0] < 0.9 * plain["losses"][0]
-        assert found["resumed"]["balanced"] == pytest.approx(found["resumed"]["plain"], rel=1e-5)
         assert min(found["lost"], found["twice"]) > 0.1  # gradients of copies that are lost or counted twice are seen
 
 

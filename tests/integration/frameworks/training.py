@@ -7,39 +7,32 @@ import importlib
 import os
 import sys
 import tempfile
-import traceback
 import types
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from tests.integration.frameworks.sources import import_real
-from tests.integration.megatron_core import layer
-from tests.integration.megatron_core.layer import difference
+from tests.integration.megatron_core.layer import EXPERTS, HIDDEN
+from tests.integration.megatron_core.layer import FIELDS as FIELDS_OF_LAYER
+from tests.integration.megatron_core.model import LENGTH, VOCABULARY, gpt_outcome
 from tests.integration.megatron_core.on_cpu import megatron_on_cpu
+from tests.integration.steps import difference
 
 RANKS = 2
-VOCABULARY, LENGTH, BATCH = 32, 8, 2
 BACKEND = "allgather"  # not the one that is used without a word
-FIELDS: dict[str, Any] = layer.FIELDS | {
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "ffn_hidden_size": 24,
-    "moe_ffn_hidden_size": 24,
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "expert_model_parallel_size": RANKS,
-}
+# A dense layer and an MoE layer.
+FIELDS: dict[str, Any] = FIELDS_OF_LAYER | {"expert_model_parallel_size": RANKS, "moe_layer_freq": [0, 1]}
 
 
 def gpt_model(config: Any) -> Any:
-    """A GPTModel by Megatron's spec of a block, with a dense layer and an MoE layer."""
+    """A GPTModel by Megatron's spec of a block."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -51,7 +44,7 @@ def gpt_model(config: Any) -> Any:
 def config_of(cls: Any = None, **fields: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return (cls or TransformerConfig)(**{**FIELDS, "moe_layer_freq": [0, 1], **fields})
+    return (cls or TransformerConfig)(**{**FIELDS, **fields})
 
 
 def bridge_provider() -> Any:
@@ -103,12 +96,12 @@ def by_verl() -> Any:
     models, config = real.make_megatron_module(
         real.McoreModuleWrapperConfig(wrap_with_ddp=False),
         tf_config=provider,
-        hf_config=SimpleNamespace(hidden_size=16),
+        hf_config=SimpleNamespace(hidden_size=HIDDEN),
         bridge=object(),
         provider=provider,
         override_model_config=dict(OVERRIDE),
     )
-    assert config.num_moe_experts == 4
+    assert config.num_moe_experts == EXPERTS
     return models
 
 
@@ -122,19 +115,14 @@ def by_areal() -> Any:
     )
     engine = sys.modules.get("areal.engine.megatron_engine") or import_engine()
     provider = bridge_provider()
+    unset = ("virtual_pipeline_parallel_size", "recompute_granularity", "recompute_method")
+    off = ("use_custom_fsdp", "use_torch_fsdp2", "overlap_param_gather_with_optimizer_step")
     mcore_config = SimpleNamespace(
-        virtual_pipeline_parallel_size=None,
-        recompute_granularity=None,
-        recompute_method=None,
-        recompute_num_layers=None,
-        distribute_saved_activations=False,
-        recompute_modules=None,
+        **dict.fromkeys((*unset, "recompute_num_layers", "recompute_modules")),
+        **dict.fromkeys((*off, "distribute_saved_activations"), False),
         moe_token_dispatcher_type="flex",  # which AReaL ignores with this bridge
         ddp=ddp_config(),
-        use_custom_fsdp=False,
-        use_torch_fsdp2=False,
         wrap_with_ddp=True,
-        overlap_param_gather_with_optimizer_step=False,
     )
     return engine.make_mcore_model(
         hf_config=None,
@@ -205,20 +193,14 @@ BUILDS: dict[str, Callable[[], Any]] = {
 OVERRIDE: dict[str, Any] = {}  # verl's override_mcore_model_config
 
 
-def run_checks(rank: int, names: Sequence[str]) -> dict[str, Any]:
-    """Results by name, or a traceback in the place of a result."""
+@contextmanager
+def in_megatron(ranks: int) -> Iterator[None]:
+    """Run what trainers build in Megatron's global groups, on a CPU."""
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
     with megatron_on_cpu(), patch.object(torch.nn.Module, "cuda", lambda self, *args: self):
-        return {name: _result(CHECKS[name], rank) for name in names}
-
-
-def _result(check: Callable[[int], float], rank: int) -> Any:
-    try:
-        return check(rank)
-    except Exception:
-        return traceback.format_exc()
+        yield
 
 
 def compare(rank: int, build: Callable[[], Any]) -> float:
@@ -239,7 +221,7 @@ def difference_of(ours: Any, own: Any, rank: int) -> float:
     (dispatcher,) = dispatchers(ours)
     assert isinstance(dispatcher, MegatronDispatcher)
     assert dispatcher.dispatcher.backend_name == BACKEND
-    return difference(step(ours, rank), step(own, rank))
+    return difference(*(gpt_outcome(model, rank) for (model,) in (ours, own)))
 
 
 def verl_config_key(rank: int) -> float:
@@ -273,20 +255,3 @@ CHECKS: dict[str, Callable[[int], float]] = {
 def dispatchers(chunks: Any) -> list[Any]:
     modules = [module for chunk in chunks for module in chunk.modules()]
     return [module.token_dispatcher for module in modules if hasattr(module, "token_dispatcher")]
-
-
-def step(chunks: Any, rank: int) -> dict[str, Tensor]:
-    """Loss and gradients of a step, with the data-parallel wrapper where the trainer has put one around."""
-    (model,) = chunks
-    generator = torch.Generator().manual_seed(rank)
-    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
-    positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
-    mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
-    losses = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
-    losses.sum().backward()
-    if hasattr(model, "finish_grad_sync"):
-        model.finish_grad_sync()
-    inner = getattr(model, "module", model)
-    grads = {name: getattr(weight, "main_grad", weight.grad) for name, weight in inner.named_parameters()}
-    assert any("experts" in name for name in grads)
-    return {"losses": losses.detach()} | {name: grad.clone() for name, grad in grads.items()}

@@ -181,7 +181,9 @@ Outcome = dict[str, Tensor]
 
 
 def gradients_of(module: nn.Module) -> Outcome:
-    return {name: weight.grad.clone() for name, weight in module.named_parameters() if weight.grad is not None}
+    """By name; under DDP of Megatron or with delayed computations they are in ``main_grad``."""
+    found = {name: getattr(weight, "main_grad", weight.grad) for name, weight in module.named_parameters()}
+    return {name: grad.clone() for name, grad in found.items() if grad is not None}
 
 
 def outcome(layer: nn.Module, hidden: Tensor, **kwargs: Any) -> Outcome:
@@ -195,18 +197,6 @@ def outcome(layer: nn.Module, hidden: Tensor, **kwargs: Any) -> Outcome:
     grads = gradients_of(layer)
     assert any("router" in name for name in grads)
     return {"output": output.detach(), "hidden": gradient(hidden)} | grads
-
-
-def difference(got: Outcome, want: Outcome) -> float:
-    """The largest, as a part of the largest number of its tensor. NaN where anything is not a number."""
-    assert got.keys() == want.keys(), f"got {sorted(got)}, want {sorted(want)}"
-    errors = [0.0]
-    for name, expected in want.items():
-        assert got[name].shape == expected.shape, f"{name}: got {got[name].shape}, want {expected.shape}"
-        if expected.numel():
-            error = (got[name].double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-6)
-            errors.append(error.item())
-    return float(torch.tensor(errors).max())
 
 
 def has_copied_experts(model: nn.Module) -> bool:

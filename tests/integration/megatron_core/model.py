@@ -29,15 +29,17 @@ def gpt_model(case: Case, change: Callable[[Any], Any] = lambda spec: spec) -> A
     )
 
 
-def gpt_outcome(model: Any, case: Case, rank: int) -> dict[str, Tensor]:
-    """Losses of one batch of this rank, and all gradients."""
-    generator = torch.Generator().manual_seed(case.seed + rank)
+def gpt_outcome(model: Any, rank: int) -> dict[str, Tensor]:
+    """Losses of one batch of this rank, and all gradients; ``model`` may be in DDP of Megatron."""
+    generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
     positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
     mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
     model.zero_grad()
     losses = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
     losses.sum().backward()
+    if hasattr(model, "finish_grad_sync"):
+        model.finish_grad_sync()
     grads = gradients_of(model)
     assert any("experts" in name for name in grads)
     return {"losses": losses.detach()} | grads

@@ -1,8 +1,8 @@
-"""What Megatron asks of CUDA beside devices: streams, splits on the host, dropout. Its code is not touched."""
+"""What Megatron asks of CUDA, answered on a CPU: devices, streams, splits, dropout. Its code is not touched."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, final
@@ -11,8 +11,30 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from tests.integration.deep_ep_users.cpu import cpu_for_cuda
+from tests.integration.jobs import Check, run_checks
+from tests.integration.megatron_core import layer
+
+
+@final
+class _CudaMeansCpu(TorchFunctionMode):
+    """``device="cuda"`` of a call becomes the CPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def cpu_for_cuda() -> Iterator[None]:
+    """Tensors made on CUDA are made on the CPU inside the block, and what would be compiled runs eagerly."""
+    with torch.compiler.set_stance("force_eager"), _CudaMeansCpu():
+        yield
 
 
 @final
@@ -68,6 +90,18 @@ def megatron_on_cpu() -> Iterator[None]:
         stack.enter_context(patch.object(torch_norm.WrappedTorchNorm, "__new__", _norm))
         # 0.16 forgets to define it where transformer-engine is missing.
         stack.enter_context(patch.object(moe_utils, "te_general_gemm", None, create=True))
+        yield
+
+
+def run_megatron(checks: Mapping[str, Check], ranks: int = layer.RANKS) -> dict[str, list[Any]]:
+    """The results by name, each by rank."""
+    return run_checks(checks, ranks, _on_ranks)
+
+
+@contextmanager
+def _on_ranks(ranks: int) -> Iterator[None]:
+    layer.RANKS = ranks
+    with megatron_on_cpu():
         yield
 
 

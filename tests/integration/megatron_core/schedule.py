@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 import moe_dispatch
 from moe_dispatch.communication import Communicator
 from moe_dispatch_testing import count_host_syncs
+from tests.integration.megatron_core.layer import gradients_of
 from tests.integration.megatron_core.model import gpt_model
 
 
@@ -272,7 +273,7 @@ def plain_steps(model: Any, batches: list[Batch]) -> dict[str, Tensor]:
         (losses[-1] * upstream(losses[-1])).sum().backward()
         for layer in model.decoder.layers if model.config.delay_wgrad_compute else ():
             layer.mlp.experts.backward_dw()
-    return {f"loss {number}": loss.detach() for number, loss in enumerate(losses)} | gradients(model)
+    return {f"loss {number}": loss.detach() for number, loss in enumerate(losses)} | gradients_of(model)
 
 
 def overlapped_steps(model: Any, batches: list[Batch]) -> dict[str, Tensor]:
@@ -285,13 +286,8 @@ def overlapped_steps(model: Any, batches: list[Batch]) -> dict[str, Tensor]:
         loss = (plan or before).run(plan, before, b_grad=None if before is None else upstream(losses[-1]))
         losses += [] if plan is None else [loss]
         before = plan
-    return {f"loss {number}": loss.detach().clone() for number, loss in enumerate(losses)} | gradients(model)
+    return {f"loss {number}": loss.detach().clone() for number, loss in enumerate(losses)} | gradients_of(model)
 
 
 def upstream(loss: Tensor) -> Tensor:
     return torch.linspace(0.5, 1.5, loss.numel()).view_as(loss).to(loss.dtype)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: getattr(weight, "main_grad", weight.grad) for name, weight in model.named_parameters()}
-    return {name: grad.clone() for name, grad in found.items() if grad is not None}

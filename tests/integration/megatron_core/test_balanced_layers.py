@@ -9,15 +9,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from moe_dispatch.balance.movement import Movement
-from tests.integration.megatron_core.jobs import Check, require, run_checks
+from tests.integration.jobs import Check, require
 from tests.integration.megatron_core.layer import (
     BALANCED,
     EXPERTS,
@@ -29,7 +27,9 @@ from tests.integration.megatron_core.layer import (
     groups,
     own_spec,
 )
+from tests.integration.megatron_core.on_cpu import run_megatron
 from tests.integration.needs import needs
+from tests.integration.steps import planted
 
 pytestmark = needs("megatron")
 
@@ -72,8 +72,7 @@ JOBS = {
     "grouped, fused, delayed": Job(grouped=True, fused=True, delayed=True, ddp={"delay_wgrad_compute": True}),
     "grouped, fused": Job(ep=2, grouped=True, fused=True, ddp={"overlap_grad_reduce": True}),
 }
-# Gradients of copies that come home are multiplied by it: they are lost, or counted twice.
-PLANTED = {"ep 2 x dp 2": 2, "grouped, fused": 0, "grouped, delayed": 2}
+PLANTED = {"ep 2 x dp 2": "twice", "grouped, fused": "lost", "grouped, delayed": "twice"}
 
 
 @final
@@ -290,13 +289,8 @@ def reduced(rank: int, job: Job) -> dict[str, Any]:
     return {"difference": worst, "hooks": hooks, "names": len(names), "imbalances": imbalances}
 
 
-def planted(rank: int, job: Job, factor: int) -> float:
-    collect = Movement.collect
-
-    def wrong(self: Movement, own: Any, home_NW: Tensor) -> Any:
-        return collect(self, own, home_NW * factor)
-
-    with mock.patch.object(Movement, "collect", wrong):
+def faulty(rank: int, job: Job, fault: str) -> float:
+    with planted(fault):
         difference: float = reduced(rank, job)["difference"]
     return difference
 
@@ -304,9 +298,9 @@ def planted(rank: int, job: Job, factor: int) -> float:
 @functools.cache
 def results() -> dict[str, list[Any]]:
     checks: dict[str, Check] = {name: functools.partial(reduced, job=job) for name, job in JOBS.items()}
-    for name, factor in PLANTED.items():
-        checks[f"{name}, planted"] = functools.partial(planted, job=JOBS[name], factor=factor)
-    return run_checks(checks)
+    for name, fault in PLANTED.items():
+        checks[f"{name}, planted"] = functools.partial(faulty, job=JOBS[name], fault=fault)
+    return run_megatron(checks)
 
 
 @pytest.mark.parametrize("name", JOBS)

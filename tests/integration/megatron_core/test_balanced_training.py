@@ -6,7 +6,6 @@ import functools
 import multiprocessing
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any, final
@@ -18,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.integration.megatron_core.jobs import Check, require, run_checks
+from tests.integration.jobs import Check, require
 from tests.integration.megatron_core.layer import BALANCED, EXPERTS, RANKS
-from tests.integration.megatron_core.training import Division, Training
+from tests.integration.megatron_core.on_cpu import run_megatron
+from tests.integration.megatron_core.training import Training
 from tests.integration.needs import needs
 
 pytestmark = needs("megatron")
@@ -30,25 +30,13 @@ KINDS: dict[str, dict[str, Any]] = {"plain": {}, "balanced": BALANCED}
 HAS_PSUTIL = find_spec("psutil") is not None
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """How the four ranks are divided, and options of DDP."""
-
-    division: Division
-    ddp: tuple[str, ...] = ()
-
-    @property
-    def training(self) -> Training:
-        return Training(division=self.division, config={"moe_router_topk": FAVOURED})
-
-
+TOP_K = {"moe_router_topk": FAVOURED}
 GATHERED = "ep 2, optimizer and gather in parts"
-JOBS = {
-    GATHERED: Job(
-        division=Division(ep=2), ddp=("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
-    ),
-    "pp 2, ep 2": Job(division=Division(ep=2, pp=2)),
+OVERLAPPED = ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
+# How the four ranks are divided, and options of DDP.
+JOBS: dict[str, tuple[Training, tuple[str, ...]]] = {
+    GATHERED: (Training(ep=2, config=TOP_K), OVERLAPPED),
+    "pp 2, ep 2": (Training(ep=2, pp=2, config=TOP_K), ()),
 }
 
 
@@ -63,12 +51,12 @@ class _CpuTensorsOfCudaType(TorchFunctionMode):
         return result.replace("torch.", "torch.cuda.") if func is Tensor.type and isinstance(result, str) else result
 
 
-def built(job: Job) -> Any:
+def built(training: Training) -> Any:
     """A GPTModel, or the part of a stage, whose routers choose experts of the first rank."""
     from megatron.core import parallel_state
 
-    (model,) = job.training.chunks()
-    first = parallel_state.get_expert_model_parallel_rank() * EXPERTS // job.division.ep
+    (model,) = training.chunks()
+    first = parallel_state.get_expert_model_parallel_rank() * EXPERTS // training.ep
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             generator = torch.Generator().manual_seed(sum(map(ord, name)) + (first if ".experts." in name else 0))
@@ -80,7 +68,7 @@ def built(job: Job) -> Any:
     return model
 
 
-def start(model: Any, job: Job, options: dict[str, Any]) -> tuple[Any, Any]:
+def start(model: Any, fields_of_ddp: tuple[str, ...], options: dict[str, Any]) -> tuple[Any, Any]:
     """Convert a model, wrap it in Megatron's DDP, and build Megatron's optimizer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -88,7 +76,7 @@ def start(model: Any, job: Job, options: dict[str, Any]) -> tuple[Any, Any]:
     from moe_dispatch.integrations.megatron import convert
 
     convert(model, **options)
-    fields = dict.fromkeys(job.ddp, True)
+    fields = dict.fromkeys(fields_of_ddp, True)
     # Buckets are so small that each layer's experts have some of their own.
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, bucket_size=2000, **fields)
     ddp = DistributedDataParallel(model.config, ddp_config, model)
@@ -98,21 +86,21 @@ def start(model: Any, job: Job, options: dict[str, Any]) -> tuple[Any, Any]:
     return ddp, optimizer
 
 
-def train(ddp: Any, optimizer: Any, job: Job, steps: range) -> list[float]:
+def train(ddp: Any, optimizer: Any, training: Training, steps: range) -> list[float]:
     """Take steps with Megatron's schedule. Return the mean losses of all ranks."""
     losses = []
     for number in steps:
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
-        found = job.training.step([ddp], range(number % 2, number % 2 + MICRO_BATCHES))
+        found = training.step([ddp], range(number % 2, number % 2 + MICRO_BATCHES))
         optimizer.step()
         total = sum((one["loss"] for one in found), torch.zeros(()))  # only the last stage has losses
         dist.all_reduce(total)
-        losses.append(float(total) / MICRO_BATCHES / (RANKS // job.division.pp))
+        losses.append(float(total) / MICRO_BATCHES / (RANKS // training.pp))
     return losses
 
 
-def trained(rank: int, job: Job, options: dict[str, Any]) -> dict[str, Any]:
+def trained(rank: int, training: Training, fields: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
     """Losses of some steps, rows of the busiest rank over the mean, and how often gathers of weights were under way."""
     from moe_dispatch.integrations.megatron.slots import SlotExperts
 
@@ -126,12 +114,12 @@ def trained(rank: int, job: Job, options: dict[str, Any]) -> dict[str, Any]:
         assert all(group.param_gather_dispatched and group.param_gather_handle is None for group in groups)
         return found
 
-    with _CpuTensorsOfCudaType(), job.division.global_groups():
-        model = built(job)
-        ddp, optimizer = start(model, job, options)
-        overlaps = "overlap_param_gather" in job.ddp
+    with _CpuTensorsOfCudaType(), training.global_groups():
+        model = built(training)
+        ddp, optimizer = start(model, fields, options)
+        overlaps = "overlap_param_gather" in fields
         with mock.patch.object(SlotExperts, "_gathered_parameters", watched) if overlaps else nullcontext():
-            losses = train(ddp, optimizer, job, range(STEPS))
+            losses = train(ddp, optimizer, training, range(STEPS))
         metrics = model.decoder.layers[0].mlp.token_dispatcher.dispatcher.metrics(gather=True)
     return {
         "losses": losses,
@@ -145,33 +133,33 @@ def resumed(rank: int, folder: str) -> dict[str, list[float]]:
     """Save an unbalanced run with Megatron's distributed checkpoints. Return losses of runs that load it."""
     from megatron.core import dist_checkpointing
 
-    job = Job(division=Division(ep=2))
+    training = Training(ep=2, config=TOP_K)
     losses = {}
-    with _CpuTensorsOfCudaType(), job.division.global_groups():
-        model = built(job)
-        losses["first"] = train(*start(model, job, {}), job, range(3))
+    with _CpuTensorsOfCudaType(), training.global_groups():
+        model = built(training)
+        losses["first"] = train(*start(model, (), {}), training, range(3))
         with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
             dist_checkpointing.save(model.sharded_state_dict(), folder)
         for kind, options in KINDS.items():
-            model = built(job)
-            ddp, optimizer = start(model, job, options)
+            model = built(training)
+            ddp, optimizer = start(model, (), options)
             model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), folder))
             optimizer.reload_model_params()
-            losses[kind] = train(ddp, optimizer, job, range(3, 6))
+            losses[kind] = train(ddp, optimizer, training, range(3, 6))
     return losses
 
 
 @functools.cache
 def results() -> dict[str, list[Any]]:
     checks: dict[str, Check] = {
-        f"{name}, {kind}": functools.partial(trained, job=job, options=options)
-        for name, job in JOBS.items()
+        f"{name}, {kind}": functools.partial(trained, training=training, fields=fields, options=options)
+        for name, (training, fields) in JOBS.items()
         for kind, options in KINDS.items()
     }
     with TemporaryDirectory() as folder:
         if HAS_PSUTIL:
             checks["resumed"] = functools.partial(resumed, folder=folder)
-        return run_checks(checks)
+        return run_megatron(checks)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -180,7 +168,7 @@ def test_losses_are_the_same_with_and_without_balance(name: str) -> None:
     for plain, balanced in zip(*found, strict=True):
         assert plain["losses"][-1] < plain["losses"][0] - 0.2
         assert balanced["losses"] == pytest.approx(plain["losses"], rel=1e-4)
-        assert plain["imbalance"] > 0.9 * JOBS[name].division.ep
+        assert plain["imbalance"] > 0.9 * JOBS[name][0].ep
         assert balanced["imbalance"] < 1.05
         assert balanced["fetches"]
         assert not plain["fetches"]

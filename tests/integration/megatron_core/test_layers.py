@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_dispatch.errors import ConfigError
 from tests.integration.deep_ep_users.dense import gradient
 from tests.integration.deep_ep_users.megatron_layer import GivenRouter
-from tests.integration.megatron_core.jobs import Check, require, run_checks
+from tests.integration.jobs import Check, require
 from tests.integration.megatron_core.layer import (
     BALANCED,
     EXPERTS,
@@ -23,7 +23,6 @@ from tests.integration.megatron_core.layer import (
     Outcome,
     Parallel,
     build,
-    difference,
     gradients_of,
     groups,
     has_copied_experts,
@@ -32,8 +31,10 @@ from tests.integration.megatron_core.layer import (
     transformer_config,
 )
 from tests.integration.megatron_core.model import gpt_model, gpt_outcome
+from tests.integration.megatron_core.on_cpu import run_megatron
 from tests.integration.megatron_core.test_balanced_layers import grouped_experts
 from tests.integration.needs import needs
+from tests.integration.steps import difference
 
 pytestmark = needs("megatron")
 
@@ -100,29 +101,17 @@ def converted(case: Case) -> Any:
     return layer
 
 
-def by_spec(rank: int) -> float:
-    from moe_dispatch.integrations.megatron import DispatchMoELayer, MegatronDispatcher, moe_layer_spec
-
-    case = Case(seed=1, config=OVERLAP)
-    own, ours = build(own_spec(), case), build(moe_layer_spec(own_spec(), backend="allgather"), case)
-    assert isinstance(ours, DispatchMoELayer)
-    assert isinstance(ours.token_dispatcher, MegatronDispatcher)
-    assert ours.token_dispatcher.dispatcher.backend_name == "allgather"
-    assert list(ours.state_dict()) == list(own.state_dict())
-    return difference(outcome(ours, case.hidden(rank)), outcome(own, case.hidden(rank)))
-
-
 def converted_gpt(rank: int) -> float:
     from moe_dispatch.integrations.megatron import MegatronDispatcher, convert
 
     case = Case(seed=2, config={"num_layers": 2, "moe_layer_freq": [0, 1]})
     model = gpt_model(case)
-    want = gpt_outcome(model, case, rank)
+    want = gpt_outcome(model, rank)
     convert(model)
     dispatcher = model.decoder.layers[-1].mlp.token_dispatcher
     assert isinstance(dispatcher, MegatronDispatcher)
     assert dispatcher.dispatcher.name == "decoder.layers.1.mlp"
-    return difference(gpt_outcome(model, case, rank), want)
+    return difference(gpt_outcome(model, rank), want)
 
 
 def gpt_by_spec(rank: int, of_block: bool) -> float:
@@ -131,15 +120,18 @@ def gpt_by_spec(rank: int, of_block: bool) -> float:
 
     from moe_dispatch.integrations.megatron import DispatchMoELayer, moe_layer_spec
 
-    case = Case(seed=3, parallel=Parallel(ep=2), config={"num_layers": 2, "moe_layer_freq": [0, 1] if of_block else 1})
+    config = OVERLAP | {"num_layers": 2, "moe_layer_freq": [0, 1] if of_block else 1}
+    case = Case(seed=3, parallel=Parallel(ep=2), config=config)
     block = get_gpt_decoder_block_spec(transformer_config(case), use_transformer_engine=False, pp_rank=0)
     own = gpt_model(case, lambda spec: block if of_block else spec)
-    pg_collection = groups(case.parallel)
-    ours = gpt_model(case, lambda spec: moe_layer_spec(block if of_block else spec, pg_collection=pg_collection))
+    given: dict[str, Any] = {"pg_collection": groups(case.parallel), "backend": "allgather"}
+    ours = gpt_model(case, lambda spec: moe_layer_spec(block if of_block else spec, **given))
     assert [isinstance(layer.mlp, DispatchMoELayer) for layer in ours.decoder.layers] == [not of_block, True]
     assert not any(isinstance(layer.mlp, DispatchMoELayer) for layer in own.decoder.layers)
+    assert ours.decoder.layers[1].mlp.token_dispatcher.dispatcher.backend_name == "allgather"
+    assert list(ours.state_dict()) == list(own.state_dict())
     ours.load_state_dict(own.state_dict())
-    return difference(gpt_outcome(ours, case, rank), gpt_outcome(own, case, rank))
+    return difference(gpt_outcome(ours, rank), gpt_outcome(own, rank))
 
 
 def another_backend(rank: int) -> float:
@@ -181,27 +173,6 @@ def no_tokens(rank: int) -> float:
     want = called()
     convert(layer)
     return difference(called(), want)
-
-
-def two_in_flight(rank: int) -> float:
-    """Forward twice, then backward twice, the first first: as if one after the other."""
-    case = Case(seed=6, parallel=ETP, tokens=(4, 4, 6, 6))
-    layer = converted(case)
-    inputs = [case.hidden(rank), 2 * case.hidden(rank) + 1]
-    apart = [outcome(layer, hidden) for hidden in inputs]
-    leaves = [hidden.requires_grad_() for hidden in inputs]
-    layer.zero_grad()
-    outputs = [layer(leaf)[0] for leaf in leaves]
-    for output in outputs:
-        output.backward(torch.linspace(-1, 1, output.numel()).view_as(output))
-    errors = [
-        difference(
-            {"output": output.detach(), "hidden": gradient(leaf)}, {name: one[name] for name in ("output", "hidden")}
-        )
-        for output, leaf, one in zip(outputs, leaves, apart, strict=True)
-    ]
-    together = gradients_of(layer)
-    return max(*errors, difference(together, {name: apart[0][name] + apart[1][name] for name in together}))
 
 
 def recomputed(rank: int) -> float:
@@ -290,13 +261,11 @@ def refused_experts(rank: int) -> float:
 
 
 CHECKS: dict[str, Check] = {
-    "by spec": by_spec,
     "a converted GPTModel": converted_gpt,
     "a GPTModel by spec": functools.partial(gpt_by_spec, of_block=False),
     "a GPTModel by the spec of its block": functools.partial(gpt_by_spec, of_block=True),
     "another backend": another_backend,
     "no tokens": no_tokens,
-    "two in flight": two_in_flight,
     "recomputed": recomputed,
     "in pieces": in_pieces,
     "refused experts": refused_experts,
@@ -309,7 +278,7 @@ def results() -> dict[str, list[Any]]:
         name: functools.partial(equal, case=case, given=given)
         for name, (case, given) in (CASES | BFLOAT16_CASES).items()
     }
-    return run_checks(cases | CHECKS | {"padding mask": padding_mask})
+    return run_megatron(cases | CHECKS | {"padding mask": padding_mask})
 
 
 @pytest.mark.parametrize("name", TOLERANCES)

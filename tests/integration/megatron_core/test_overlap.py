@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 from unittest.mock import patch
 
 import pytest
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_dispatch.replay import RoutingTable
-from tests.integration.megatron_core.jobs import Check, require, run_checks
-from tests.integration.megatron_core.layer import BALANCED, EXPERTS, TOP_K, Case, Parallel, difference, groups
+from tests.integration.jobs import Check, require
+from tests.integration.megatron_core.layer import BALANCED, EXPERTS, TOP_K, Case, Parallel, groups
 from tests.integration.megatron_core.model import BATCH, LENGTH, VOCABULARY, gpt_model
+from tests.integration.megatron_core.on_cpu import run_megatron
 from tests.integration.megatron_core.schedule import (
     Batch,
     Seen,
@@ -30,6 +30,7 @@ from tests.integration.megatron_core.schedule import (
 from tests.integration.megatron_core.test_balanced_layers import WeightGradStore
 from tests.integration.megatron_core.test_packed import PADDED, REAL, params
 from tests.integration.needs import needs
+from tests.integration.steps import difference
 
 pytestmark = [
     *needs("megatron"),
@@ -73,33 +74,36 @@ JOBS = {
     "padding mask, expert bias": Job(case={"config": BIAS}, masked=True),
     "tp 2, packed": Job(parallel={"tp": 2}, packed=True),
 }
-PLANTS = {
-    "weights keep their graph": Job(),
-    "no stand-ins": Job(),
-    "streams are not recorded": Job(),
-    "hooks of layers": Job(case=BFLOAT16, options={"backend": HYBRIDEP}, packed=True),
-    "masks stay with the model": Job(masked=True),
+# The job, what is replaced of our integration, and what is noticed.
+PLANTS: dict[str, tuple[Job, str, Any, str]] = {
+    "weights keep their graph": (
+        Job(),
+        "dispatcher.dataclasses",
+        SimpleNamespace(replace=lambda sent, **changes: sent),
+        "moe_combine backward: dispatch.backward",
+    ),
+    "no stand-ins": (Job(), "dispatcher.stand_in", lambda tensor: tensor, "off by nan"),
+    "streams are not recorded": (
+        Job(),
+        "dispatcher.use_on_current_stream",
+        lambda *tensors: None,
+        "memory of moe_dispatch forward is reused before compute is done",
+    ),
+    "hooks of layers": (JOBS["packed, hybridep"], "layers.overlaps", lambda config: False, "rows of gaps were sent"),
+    "masks stay with the model": (
+        Job(masked=True),
+        "layers._follow_masks",
+        lambda owner: None,
+        "rows of gaps were sent",
+    ),
 }
 
 
-@contextmanager
-def planted(plant: str) -> Iterator[None]:
-    from moe_dispatch.integrations.megatron import dispatcher
-    from moe_dispatch.integrations.megatron import layers as hooks
-
-    with ExitStack() as stack:
-        if plant == "hooks of layers":
-            stack.enter_context(patch.object(hooks, "overlaps", lambda config: False))
-        if plant == "masks stay with the model":
-            stack.enter_context(patch.object(hooks, "_follow_masks", lambda owner: None))
-        if plant == "weights keep their graph":
-            kept = SimpleNamespace(replace=lambda sent, **changes: sent)
-            stack.enter_context(patch.object(dispatcher, "dataclasses", kept))
-        if plant == "streams are not recorded":
-            stack.enter_context(patch.object(dispatcher, "use_on_current_stream", lambda *tensors: None))
-        if plant == "no stand-ins":
-            stack.enter_context(patch.object(dispatcher, "stand_in", lambda tensor: tensor))
-        yield
+def planted(plant: str) -> AbstractContextManager[Any]:
+    if not plant:
+        return nullcontext()
+    _, target, value, _ = PLANTS[plant]
+    return patch(f"moe_dispatch.integrations.megatron.{target}", value)
 
 
 @final
@@ -195,56 +199,7 @@ def converted(job: Job, *, plant: str = "", **unchecked: Any) -> Any:
     return model
 
 
-def compared(rank: int, job: Job, plant: str = "") -> Outcome:
-    """Overlapped steps beside plain ones."""
-    from moe_dispatch.dispatchers import agreement
-    from moe_dispatch.integrations.megatron import RoutingReplay
-
-    plain, overlapped = converted(job), converted(job, plant=plant, **OVERLAP)
-    overlapped.load_state_dict(plain.state_dict())
-    if job.delayed:
-        delay_wgrad(overlapped)
-    if job.delayed and job.options == BALANCED:  # whose gradients of copies are added before delayed ones
-        delay_wgrad(plain)
-    dispatcher = overlapped.decoder.layers[0].mlp.token_dispatcher.dispatcher
-    seen, got, slots = Seen(), [], []
-    for model, steps in {plain: plain_steps, overlapped: overlapped_steps}.items():
-        batches = [batch(rank, micro, job) for micro in range(MICRO_BATCHES)]
-        if job.replayed:
-            replay = RoutingReplay(model, table())
-            for micro, inputs in enumerate(batches):
-                names = [str((rank, micro, number)) for number in range(len(REAL))]
-                replay.micro_batch(inputs["packed_seq_params"], names)
-        with ExitStack() as stack:
-            agreed = stack.enter_context(
-                patch.object(agreement, "_agree_on_largest", wraps=agreement._agree_on_largest)
-            )
-            if model is overlapped:
-                stack.enter_context(planted(plant))
-                seen = stack.enter_context(simulated_streams())
-            got.append(steps(model, batches))
-        assert not any(layer.mlp.token_dispatcher.plans for layer in model.decoder.layers)
-        slots.append(int(dispatcher.metrics(gather=True).real_tokens_per_expert.sum()))  # of both models
-    with (
-        torch.no_grad(),
-        planted(plant),
-        simulated_streams(watch_memory=False),
-    ):  # Megatron evaluates without its schedule
-        evaluated = [model(**batches[0]) for model in (plain, overlapped)]
-    for layer in (*plain.decoder.layers, *overlapped.decoder.layers):
-        layer.mlp.token_dispatcher.close()
-    return Outcome(
-        error=difference(got[1], got[0]),
-        equal=all(torch.equal(got[1][name], tensor) for name, tensor in got[0].items()) and torch.equal(*evaluated),
-        slots=slots[1] - slots[0],
-        agreements=agreed.call_count,
-        seen=seen,
-    )
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How overlapped steps differ from plain ones.
 
     Attributes:
@@ -260,6 +215,43 @@ class Outcome:
     slots: int
     agreements: int
     seen: Seen
+
+
+def compared(rank: int, job: Job, plant: str = "") -> Outcome:
+    """Overlapped steps beside plain ones."""
+    from moe_dispatch.integrations.megatron import RoutingReplay
+
+    plain, overlapped = converted(job), converted(job, plant=plant, **OVERLAP)
+    overlapped.load_state_dict(plain.state_dict())
+    if job.delayed:
+        delay_wgrad(overlapped)
+    if job.delayed and job.options == BALANCED:  # whose gradients of copies are added before delayed ones
+        delay_wgrad(plain)
+    dispatcher = overlapped.decoder.layers[0].mlp.token_dispatcher.dispatcher
+    seen, got, slots, sizes = Seen(), [], list[int](), list[int]()
+    for model, steps in {plain: plain_steps, overlapped: overlapped_steps}.items():
+        batches = [batch(rank, micro, job) for micro in range(MICRO_BATCHES)]
+        if job.replayed:
+            replay = RoutingReplay(model, table())
+            for micro, inputs in enumerate(batches):
+                names = [str((rank, micro, number)) for number in range(len(REAL))]
+                replay.micro_batch(inputs["packed_seq_params"], names)
+        if model is plain:
+            got.append(steps(model, batches))
+        else:
+            with planted(plant), simulated_streams() as seen:
+                got.append(steps(model, batches))
+        assert not any(layer.mlp.token_dispatcher.plans for layer in model.decoder.layers)
+        metrics = dispatcher.metrics(gather=True)  # of both models
+        slots.append(int(metrics.real_tokens_per_expert.sum()))
+        sizes.append(metrics.collectives.get("sizes", 0) // RANKS)
+    # Megatron evaluates without its schedule.
+    with torch.no_grad(), planted(plant), simulated_streams(watch_memory=False):
+        evaluated = [model(**batches[0]) for model in (plain, overlapped)]
+    for layer in (*plain.decoder.layers, *overlapped.decoder.layers):
+        layer.mlp.token_dispatcher.close()
+    equal = all(torch.equal(got[1][name], tensor) for name, tensor in got[0].items()) and torch.equal(*evaluated)
+    return Outcome(difference(got[1], got[0]), equal, slots[1] - slots[0], sizes[1] - sizes[0], seen)
 
 
 def kept(rank: int, job: Job) -> list[int]:
@@ -280,9 +272,9 @@ def results() -> dict[str, list[Any]]:
     checks: dict[str, Check] = {"kept": functools.partial(kept, job=Job(packed=True))}
     for name, job in JOBS.items():
         checks[name] = functools.partial(compared, job=job)
-    for name, job in PLANTS.items():
+    for name, (job, *_) in PLANTS.items():
         checks[name] = functools.partial(compared, job=job, plant=name)
-    return run_checks(checks, RANKS)
+    return run_megatron(checks, RANKS)
 
 
 def found(name: str) -> list[Outcome]:
@@ -291,7 +283,7 @@ def found(name: str) -> list[Outcome]:
 
 def problems(name: str) -> list[str]:
     """What is wrong with a job: other numbers, exchanges in other nodes or in another order on some rank, gaps."""
-    job, outcomes, wrong = (JOBS | PLANTS)[name], found(name), []
+    job, outcomes, wrong = PLANTS[name][0] if name in PLANTS else JOBS[name], found(name), list[str]()
     for outcome in outcomes:
         if not outcome.error < 1e-5:
             wrong.append(f"off by {outcome.error}")
@@ -389,15 +381,6 @@ def test_a_mask_is_added_to_what_else_a_router_is_given() -> None:
         assert seen.mark(None, args, kwargs) == (args, kwargs)
 
 
-@pytest.mark.parametrize(
-    ("plant", "noticed"),
-    {
-        "weights keep their graph": "moe_combine backward: dispatch.backward",
-        "no stand-ins": "off by nan",
-        "streams are not recorded": "memory of moe_dispatch forward is reused before compute is done",
-        "hooks of layers": "rows of gaps were sent",
-        "masks stay with the model": "rows of gaps were sent",
-    }.items(),
-)
-def test_faults_are_noticed(plant: str, noticed: str) -> None:
-    assert noticed in problems(plant)
+@pytest.mark.parametrize("plant", PLANTS)
+def test_faults_are_noticed(plant: str) -> None:
+    assert PLANTS[plant][3] in problems(plant)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.integration.deep_ep_users.dense import gradient
-from tests.integration.megatron_core.jobs import Check, require, run_checks
+from tests.integration.jobs import Check, require
 from tests.integration.megatron_core.layer import (
     BALANCED,
     HIDDEN,
@@ -22,12 +21,13 @@ from tests.integration.megatron_core.layer import (
     Case,
     Outcome,
     Parallel,
-    difference,
     gradients_of,
     has_copied_experts,
 )
 from tests.integration.megatron_core.model import moe_block
+from tests.integration.megatron_core.on_cpu import run_megatron
 from tests.integration.needs import needs
+from tests.integration.steps import difference
 
 pytestmark = needs("megatron")
 
@@ -160,7 +160,6 @@ def experts_biased(rank: int) -> bool:
 
 def agreements(rank: int, how: str) -> int:
     """How often ranks settled sizes in a forward of two MoE layers that need it."""
-    from moe_dispatch.dispatchers import agreement
     from moe_dispatch.integrations.megatron import convert, follow_packed_sequences, moe_layer_spec
     from tests.integration.megatron_core.layer import groups, own_spec
 
@@ -174,13 +173,14 @@ def agreements(rank: int, how: str) -> int:
         block = moe_block(case)
         convert(block, backend=backend)
     hidden = torch.randn(4 + rank, 2, 256, generator=torch.Generator().manual_seed(rank)).bfloat16()
-    with patch.object(agreement, "_agree_on_largest", wraps=agreement._agree_on_largest) as agreed:
+    metrics = block.layers[0].mlp.token_dispatcher.dispatcher.metrics
+    before = int(metrics().collectives.get("sizes", 0))
+    block(hidden, None)
+    if how == "twice":
         block(hidden, None)
-        if how == "twice":
-            block(hidden, None)
     for layer in block.layers:
         assert layer.mlp.token_dispatcher.plans is None
-    return agreed.call_count
+    return int(metrics().collectives.get("sizes", 0)) - before
 
 
 def wrong_length(rank: int) -> str:
@@ -217,7 +217,7 @@ def results() -> dict[str, list[Any]]:
         "wrong length": wrong_length,
         "biased": experts_biased,
     }
-    return run_checks(CHECKS | counts | rest)
+    return run_megatron(CHECKS | counts | rest)
 
 
 @pytest.mark.parametrize("name", CHECKS)

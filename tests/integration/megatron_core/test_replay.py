@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
@@ -13,19 +12,19 @@ from torch import Tensor, nn
 
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.replay import RoutingTable
-from tests.integration.megatron_core.jobs import Check, require, run_checks
+from tests.integration.jobs import Check, require
 from tests.integration.megatron_core.layer import (
     BALANCED,
     EXPERTS,
     TOP_K,
     Outcome,
-    difference,
     groups,
     has_copied_experts,
     own_spec,
     transformer_config,
 )
 from tests.integration.megatron_core.model import moe_block
+from tests.integration.megatron_core.on_cpu import run_megatron
 from tests.integration.megatron_core.test_packed import (
     ALONE,
     LAYERS,
@@ -40,6 +39,7 @@ from tests.integration.megatron_core.test_packed import (
 )
 from tests.integration.megatron_core.test_packed import called as call
 from tests.integration.needs import needs
+from tests.integration.steps import difference
 
 pytestmark = needs("megatron")
 
@@ -140,7 +140,8 @@ def unknown_entries(rank: int) -> tuple[float, float]:
         assert difference(replayed(ids), want) < 1e-5, how
     own_choice = slots(dispatcher)
     replayed(entries())
-    return share(start, own_choice), share(own_choice, slots(dispatcher))
+    (own_drifted, own_replayed), (drifted, replayed_slots) = own_choice - start, slots(dispatcher) - own_choice
+    return float(own_drifted / own_replayed), float(drifted / replayed_slots)
 
 
 def cut_up(rows_TLK: Tensor) -> list[Tensor]:
@@ -148,14 +149,10 @@ def cut_up(rows_TLK: Tensor) -> list[Tensor]:
     return [rows_TLK[start : start + real] for start, real in zip(starts, REAL, strict=True)]
 
 
-def slots(dispatcher: Any) -> Counter[str]:
+def slots(dispatcher: Any) -> Tensor:
     """Drifted and replayed slots so far of the channel, which models of other checks may still share."""
     metrics = dispatcher.metrics()
-    return Counter(drifted=sum(metrics.slots_drifted.values()), replayed=sum(metrics.slots_replayed.values()))
-
-
-def share(before: Counter[str], after: Counter[str]) -> float:
-    return (after["drifted"] - before["drifted"]) / (after["replayed"] - before["replayed"])
+    return torch.tensor([sum(metrics.slots_drifted.values()), sum(metrics.slots_replayed.values())])
 
 
 def predicts_more_tokens(rank: int) -> tuple[bool, bool] | None:
@@ -262,7 +259,7 @@ CHECKS: dict[str, Check] = {
 @functools.cache
 def results() -> dict[str, list[Any]]:
     checks: dict[str, Check] = {"unknown": unknown_entries, "predicts": predicts_more_tokens, "not named": not_named}
-    return run_checks(CHECKS | checks)
+    return run_megatron(CHECKS | checks)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.integrations.checks import check_version
 from moe_dispatch_testing import run_ranks
+from tests.integration.megatron_core import layer
 from tests.integration.needs import needs
 
 pytestmark = [
@@ -26,24 +26,8 @@ pytestmark = [
 
 def transformer_config(**fields: Any) -> Any:
     """A real one; what its version, or a machine without transformer-engine, would refuse is set afterwards."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_moe_experts=8,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=32,
-        moe_token_dispatcher_type="alltoall",
-        use_cpu_initialization=True,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-    )
-    for name, value in fields.items():
-        setattr(config, name, value)
-    return config
+    sizes = {"hidden_size": 64, "moe_router_topk": 2}
+    return layer.transformer_config(layer.Case(parallel=layer.Parallel(ep=1), config=sizes, unchecked=fields))
 
 
 def derived(given: dict[str, Any] | None = None, *, etp_size: int = 1, pad_multiple: int = 1, **fields: Any) -> Any:

@@ -18,13 +18,23 @@ from tests.integration.megatron_core.model import BATCH, LENGTH, VOCABULARY
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Division:
-    """How four ranks are divided: ranks of experts, pipeline stages, their chunks, and tensor-parallel ranks."""
+class Training:
+    """A training of four ranks.
+
+    Attributes:
+        ep, pp, vpp, tp: ranks of experts, pipeline stages, their chunks, and tensor-parallel ranks.
+        config: fields of the TransformerConfig.
+        unchecked: those that it would refuse.
+        masked: whether batches have a mask.
+    """
 
     ep: int
     pp: int = 1
     vpp: int | None = None
     tp: int = 1
+    config: dict[str, Any] = field(default_factory=dict)
+    unchecked: dict[str, Any] = field(default_factory=dict)
+    masked: bool = False
 
     @contextmanager
     def global_groups(self) -> Iterator[None]:
@@ -46,40 +56,28 @@ class Division:
             yield
             parallel_state.destroy_model_parallel()
 
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
-    """A division, fields of the TransformerConfig and those that it would refuse, and whether batches have a mask."""
-
-    division: Division
-    config: dict[str, Any] = field(default_factory=dict)
-    unchecked: dict[str, Any] = field(default_factory=dict)
-    masked: bool = False
-
     def chunks(self) -> list[Any]:
         """The chunks of this stage; the same weights whenever they are built."""
         from megatron.core import parallel_state
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
 
-        division = self.division
         fields = {
-            "pipeline_model_parallel_size": division.pp,
-            "virtual_pipeline_model_parallel_size": division.vpp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp,
             "pipeline_dtype": torch.float32,
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             **self.config,
         }
-        parallel = Parallel(ep=division.ep, tp=division.tp)
+        parallel = Parallel(ep=self.ep, tp=self.tp)
         config = transformer_config(Case(parallel=parallel, config=fields, unchecked=self.unchecked))
         spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False)
-        stage, number = parallel_state.get_pipeline_model_parallel_rank(), division.vpp or 1
+        stage, number = parallel_state.get_pipeline_model_parallel_rank(), self.vpp or 1
         models = []
         for chunk in range(number):
             torch.manual_seed(10 * stage + chunk)
-            vp_stage = chunk if division.vpp else None
+            vp_stage = chunk if self.vpp else None
             predicts = bool(config.mtp_num_layers)
             models.append(
                 GPTModel(
@@ -88,7 +86,7 @@ class Training:
                     vocab_size=VOCABULARY,
                     max_sequence_length=LENGTH,
                     pre_process=stage == 0 and chunk == 0,
-                    post_process=stage == division.pp - 1 and chunk == number - 1,
+                    post_process=stage == self.pp - 1 and chunk == number - 1,
                     share_embeddings_and_output_weights=False,
                     vp_stage=vp_stage,
                     mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False, vp_stage) if predicts else None,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cache, partial
 from typing import Any, final
 
@@ -20,16 +18,11 @@ from torch.distributed.tensor import DTensor
 from moe_dispatch import BSHD
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.replay import RoutingTable
-from moe_dispatch_testing import run_processes
 
 RANKS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 256, 32, 8, 2
 EXPERT_WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
-# Ranks import torchtitan before they meet, on machines that others use too.
-TIMEOUT = timedelta(seconds=180)
 # Of one rank, by name: the output, and every gradient.
 Outcome = dict[str, Tensor]
-# By job: what came out and what the whole module computes, or what was raised.
-Results = dict[str, tuple[Outcome, Outcome] | str]
 
 
 @final
@@ -107,11 +100,6 @@ def given_ids(shape: tuple[int, int], rank: int) -> Tensor:
     return torch.rand(*shape, EXPERTS, generator=generator).argsort(-1)[..., :TOP_K]
 
 
-def run_jobs(jobs: Mapping[str, Job]) -> list[Results]:
-    """By rank."""
-    return run_processes(_on_rank, RANKS, jobs, timeout=TIMEOUT)
-
-
 def whole(job: Job, rank: int) -> Outcome:
     """What a rank must have: torchtitan's module with all experts on the tokens of all ranks."""
     moe = built(moe_config(), job.dtype)
@@ -136,18 +124,9 @@ def _force(ids_BLK: Tensor, router: Any, args: Any, routed: tuple[Tensor, Tensor
     return scores_BLK / scores_BLK.sum(-1, keepdim=True), ids_BLK, routed[2]
 
 
-def _on_rank(rank: int, jobs: Mapping[str, Job]) -> Results:
-    from torchtitan.distributed import parallel_dims
-
-    parallel_dims.device_type = "cpu"
-    return {name: _outcomes(job, rank) for name, job in jobs.items()}
-
-
-def _outcomes(job: Job, rank: int) -> tuple[Outcome, Outcome] | str:
-    try:
-        return _sharded(job, rank) if job.tokens is None else _ragged(job, rank), whole(job, rank)
-    except Exception as error:
-        return "".join(traceback.format_exception(error))
+def outcomes(rank: int, job: Job) -> tuple[Outcome, Outcome]:
+    """What a rank has, and what it must have."""
+    return _sharded(job, rank) if job.tokens is None else _ragged(job, rank), whole(job, rank)
 
 
 def _config(job: Job) -> Any:
@@ -161,21 +140,28 @@ def _config(job: Job) -> Any:
 
 def _sharded(job: Job, rank: int) -> Outcome:
     """Through torchtitan's own ``parallelize``: meshes, DTensors, local_map and sequence parallelism are its."""
-    import spmd_types as spmd
-    from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
-    from torchtitan.models.common.moe_sharding import set_moe_sharding_config
-
-    config, dims = _config(job), _dims(job.dp, job.tp, job.ep, job.spmd)
-    layout = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
-    set_moe_sharding_config(config, enable_ep=True, enable_sp=True, expert_param_layout=layout)
-    moe = built(config, job.dtype)
-    set_spmd_backend(job.spmd)
-    with get_spmd_context(parallel_dims=dims)():  # as torchtitan's trainer does
+    config, dims = _config(job), dims_of(dp=job.dp, tp=job.tp, ep=job.ep, spmd=job.spmd)
+    with parallel(config, dims, enable_sp=True):
+        moe = built(config, job.dtype)
         moe.parallelize(dims)
         outcome = _run(moe, job, rank)
     for name in EXPERT_WEIGHTS:
         dist.all_reduce(outcome[name], group=dims.get_mesh("efsdp").get_group())
     return outcome
+
+
+@contextmanager
+def parallel(config: Any, dims: Any, *, enable_sp: bool) -> Iterator[None]:
+    """What torchtitan's trainer does around a model with this config of an MoE module."""
+    import spmd_types as spmd
+    from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
+    from torchtitan.models.common.moe_sharding import set_moe_sharding_config
+
+    layout = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
+    set_moe_sharding_config(config, enable_ep=True, enable_sp=enable_sp, expert_param_layout=layout)
+    set_spmd_backend(dims.spmd_backend)
+    with get_spmd_context(parallel_dims=dims)():
+        yield
 
 
 def _ragged(job: Job, rank: int) -> Outcome:
@@ -245,11 +231,13 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 @cache
-def _dims(dp: int, tp: int, ep: int, spmd: str) -> Any:
+def dims_of(*, dp: int, ep: int, tp: int = 1, replicate: int = 1, spmd: str = "partial_dtensor") -> Any:
     """Made once: each makes process groups."""
-    from torchtitan.distributed.parallel_dims import ParallelDims
+    from torchtitan.distributed import parallel_dims
 
-    dims = ParallelDims(dp_replicate=1, dp_shard=dp, cp=1, tp=tp, pp=1, ep=ep, world_size=RANKS, spmd_backend=spmd)
+    parallel_dims.device_type = "cpu"
+    sizes = {"dp_replicate": replicate, "dp_shard": dp, "cp": 1, "tp": tp, "pp": 1, "ep": ep}
+    dims = parallel_dims.ParallelDims(**sizes, world_size=RANKS, spmd_backend=spmd)
     dims.build_mesh()
     return dims
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import shlex
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -88,14 +87,10 @@ def test_override_takes_over_what_torchtitan_has_filled_in() -> None:
     chosen = overridden(quantised, backend="alltoall", row_counts="assume").routed_experts.token_dispatcher
     assert (chosen.hidden_dim, chosen.backend) == (HIDDEN, "alltoall")
     assert chosen.options == {"pad_multiple": 16, "row_counts": "assume"}
-    chosen = overridden(hybrid, graph_safe=True).routed_experts.token_dispatcher
+    hybrid.routed_experts.sharding_config = sharding = object()
+    assert overridden(hybrid, graph_safe=True).routed_experts.sharding_config is sharding
+    chosen = hybrid.routed_experts.token_dispatcher
     assert chosen.options == {"max_tokens_per_rank": 48, "graph_safe": True}
-
-
-def test_override_keeps_the_sharding_of_the_layer() -> None:
-    config = moe_config()
-    config.routed_experts.sharding_config = sharding = object()
-    assert overridden(config, backend="local").routed_experts.sharding_config is sharding
 
 
 def test_one_rank_without_a_mesh_computes_what_their_local_dispatcher_does() -> None:
@@ -120,56 +115,45 @@ def test_routed_experts_compile_into_one_graph() -> None:
         torch.testing.assert_close(tensor, want[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def recomputed_dispatches(policy: Callable[[type], Any]) -> int:
+def recomputed_dispatches(policy: Any) -> int:
     """How often one layer dispatches in a forward and backward under torchtitan's selective checkpointing."""
-    from torchtitan.distributed.activation_checkpoint import SelectiveAC
-
     config = moe_config()
     use(config)
     model = nn.Module()
     model.layers = nn.ModuleDict({"0": built(config)})
-    policy(SelectiveAC).apply(model)
+    policy(policy.Config(force_recompute_mm_shapes_by_fqns=[])).apply(model)
     layer: Any = model.layers["0"]
     forward(layer)
     return int(layer.routed_experts.token_dispatcher.dispatcher.metrics().dispatches)
 
 
 def test_selective_checkpointing_repeats_dispatch_unless_our_operators_are_saved() -> None:
-    def theirs(base: Any) -> Any:
-        return base(base.Config(force_recompute_mm_shapes_by_fqns=[]))
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
-    def saving(base: Any) -> Any:
-        class SavesDispatch(base):  # type: ignore[misc]
-            def get_save_ops(self) -> set[Any]:
-                ours = torch.ops.moe_dispatch
-                return super().get_save_ops() | {ours.dispatch.default, ours.combine.default}  # type: ignore[no-any-return]
-
-        return theirs(SavesDispatch)
-
-    assert recomputed_dispatches(theirs) == 2
+    saving = run_page("integrations/torchtitan.md")["SavesDispatch"]
+    assert recomputed_dispatches(SelectiveAC) == 2
     assert recomputed_dispatches(saving) == 1
 
 
-@pytest.mark.parametrize("field", ["num_experts", "top_k", "hidden_size", "backend", "weights"])
-def test_options_that_are_torchtitans_to_say_are_refused(field: str) -> None:
+OURS: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({field: 1}, rf"options must not set .* got {field}\. Leave these out")
+        for field in ("num_experts", "top_k", "hidden_size", "backend", "weights")
+    ),
+    ({"pad_multiples": 16}, "pad_multiples: Extra inputs are not permitted"),
+    (
+        {"wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32},
+        r'read no quantised rows, got deliver="quantised"\. Leave deliver out',
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), OURS)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
     config = moe_config()
     use(config)
-    config.routed_experts.token_dispatcher.options = {field: 1}
-    with pytest.raises(ConfigError, match=rf"options must not set .* got {field}\. Leave these out"):
-        config.build()
-
-
-def test_an_unknown_option_is_refused_by_name() -> None:
-    config = moe_config()
-    use(config, pad_multiples=16)
-    with pytest.raises(ConfigError, match="pad_multiples: Extra inputs are not permitted"):
-        config.build()
-
-
-def test_quantised_rows_are_refused() -> None:
-    config = moe_config()
-    use(config, wire_dtype="mxfp8", deliver="quantised", pad_multiple=32)
-    with pytest.raises(ConfigError, match=r'read no quantised rows, got deliver="quantised"\. Leave deliver out'):
+    config.routed_experts.token_dispatcher.options = options
+    with pytest.raises(ConfigError, match=told):
         config.build()
 
 
@@ -182,15 +166,12 @@ def test_a_model_without_experts_is_refused() -> None:
         use(qwen3_configs["debugmodel"]("flex"))
 
 
-@pytest.mark.parametrize(("field", "value"), [("num_experts", 16), ("top_k", 3)])
-def test_a_router_of_other_numbers_is_refused(field: str, value: int) -> None:
-    config = moe_config()
-    setattr(config.router, field, value)
-    with pytest.raises(ConfigError, match=r"moe: the token dispatcher must have the num_experts and top_k of its rout"):
-        use(config)
-
-
-def test_experts_of_another_number_are_refused() -> None:
+def test_numbers_that_disagree_are_refused() -> None:
+    for field, value in (("num_experts", 16), ("top_k", 3)):
+        config = moe_config()
+        setattr(config.router, field, value)
+        with pytest.raises(ConfigError, match=r"dispatcher must have the num_experts and top_k of its rout"):
+            use(config)
     config = moe_config()
     config.routed_experts.inner_experts.num_experts = 16
     with pytest.raises(ConfigError, match=r"the token dispatcher and the experts must have the same num_experts, got"):

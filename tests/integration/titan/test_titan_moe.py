@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from tests.integration.deep_ep_users.dense import TOLERANCE
+from tests.integration.jobs import require, run_checks
 from tests.integration.needs import needs
-from tests.integration.titan.moe import EXPERT_WEIGHTS, RANKS, Job, Outcome, Results, run_jobs
+from tests.integration.steps import difference
+from tests.integration.titan import moe
+from tests.integration.titan.moe import EXPERT_WEIGHTS, RANKS, Job, Outcome
 
 pytestmark = [
     *needs("torchtitan"),
@@ -66,25 +69,21 @@ def jobs() -> dict[str, Job]:
 
 
 @functools.cache
-def results() -> list[Results]:
-    return run_jobs(jobs())
+def results() -> dict[str, list[Any]]:
+    return run_checks({name: functools.partial(moe.outcomes, job=job) for name, job in jobs().items()}, RANKS)
 
 
 def outcomes(name: str, rank: int) -> tuple[Outcome, Outcome]:
     """What a rank has, and what it must have."""
-    found = results()[rank][name]
-    assert not isinstance(found, str), f"rank {rank}:\n{found}"
+    found: tuple[Outcome, Outcome] = require(results()[name])[rank]
     return found
 
 
 def require_close(got: Outcome, want: Outcome, tolerances: dict[str, float], rank: int) -> None:
     """Within a part of the largest number of each tensor; of a rank without tokens only shapes can differ."""
     for name, tolerance in tolerances.items():
-        largest = want[name].abs().max().item() if want[name].numel() else 0.0
-        assert largest > 0 or want[name].numel() == 0, f"{name} on rank {rank} has nothing to compare"
-        difference = got[name].sub(want[name]).abs().max().item() if want[name].numel() else 0.0
-        assert got[name].shape == want[name].shape, f"{name} on rank {rank}: {got[name].shape}, {want[name].shape}"
-        assert difference <= tolerance * largest, f"{name} on rank {rank}: {difference} of {largest}"
+        assert want[name].any() or not want[name].numel(), f"{name} on rank {rank} has nothing to compare"
+        assert difference({name: got[name]}, {name: want[name]}) <= tolerance, f"{name} on rank {rank}"
 
 
 # float32 but for what is inside the experts, which torchtitan computes in bfloat16, the same way for every dispatcher.
@@ -95,17 +94,12 @@ SUMMED = dict.fromkeys(EXPERT_WEIGHTS, TOLERANCE)
 
 @pytest.mark.parametrize("spmd", SPMD)
 @pytest.mark.parametrize("degrees", SHARDED)
-def test_parallelised_module_is_that_of_their_dispatcher(degrees: str, spmd: str) -> None:
+def test_parallelised_module_is_that_of_their_dispatcher_and_the_whole_one(degrees: str, spmd: str) -> None:
     same = dict.fromkeys((*EXACT, *EXPERT_WEIGHTS), 1e-5)
     for rank in range(RANKS):
-        require_close(outcomes(f"{spmd}, {degrees}", rank)[0], outcomes(f"{THEIRS}, {degrees}", rank)[0], same, rank)
-
-
-@pytest.mark.parametrize("spmd", SPMD)
-@pytest.mark.parametrize("degrees", SHARDED)
-def test_parallelised_module_is_the_whole_one(degrees: str, spmd: str) -> None:
-    for rank in range(RANKS):
-        require_close(*outcomes(f"{spmd}, {degrees}", rank), {"y": 1e-5, "x": 1e-5} | SUMMED, rank)
+        got, whole = outcomes(f"{spmd}, {degrees}", rank)
+        require_close(got, outcomes(f"{THEIRS}, {degrees}", rank)[0], same, rank)
+        require_close(got, whole, {"y": 1e-5, "x": 1e-5} | SUMMED, rank)
 
 
 @pytest.mark.parametrize("name", [THEIRS, *RAGGED])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
-from tests.integration.checkpoints import shared_folder
-from tests.integration.planted import FAULTS, planted
+from tests.integration.steps import FAULTS, accumulate, difference, planted, train
 from tests.integration.transformers.models import BATCHES, Batch, build, draw_batch
 from tests.integration.transformers.ranks import BALANCED, Case, load
-from tests.integration.transformers.wiring import gradients, largest_error, loss_of, targets
+from tests.integration.transformers.wiring import gradients, loss_of, targets
 
 FAVOURED = 2  # experts that get nearly all rows: those of rank 0 if it holds two
 STEPS = 8
@@ -46,25 +45,19 @@ def accumulated(case: Case, rank: int, *, together: bool = False) -> dict[str, A
     everyone = [batch for other in range(ranks) for batch in micro_batches(other)]
     with mock.patch("tests.integration.transformers.ranks.build", favoured):
         model = (_data_parallel if case.mesh.fsdp == 1 else load)(case)
-    fired: Counter[str] = Counter()
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))
-    losses = []
-    for batch in micro_batches(rank):
-        losses.append(loss_of(model, batch, targets(*everyone)) * ranks)  # data parallelism takes the mean
-        if not together:
-            losses.pop().backward()
-    if together:
-        torch.stack(losses).sum().backward()
+    everything = targets(*everyone)
+    # Data parallelism takes the mean.
+    losses = [lambda batch=batch: loss_of(model, batch, everything) * ranks for batch in micro_batches(rank)]
+    fired = accumulate(model, losses, together=together)
     whole = favoured(case.family).train()
     if case.mesh.fsdp == 1:
         _use_one_layer_twice(whole)
     for batch in everyone:
-        loss_of(whole, batch, targets(*everyone)).backward()
+        loss_of(whole, batch, everything).backward()
     got = {name.removeprefix("module."): grad for name, grad in gradients(model).items()}
     metrics = next(iter(dispatchers_of(model).values())).metrics(gather=True)
     return {
-        "error": largest_error(got, gradients(whole)),
+        "error": difference(got, gradients(whole)),
         "fired": set(fired.values()),
         "hooked": len(fired) == len(got),
         "keys": [name.removeprefix("module.") for name in model.state_dict()] == list(whole.state_dict()),
@@ -117,7 +110,10 @@ def resumed(case: Case, rank: int) -> dict[str, list[float]]:
     with mock.patch("tests.integration.transformers.ranks.build", favoured):
         model = load(case).train()
     losses = {"first": steps(model, rank)["losses"]}
-    with shared_folder() as folder:
+    with TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared, src=0)
+        (folder,) = shared
         model.save_pretrained(folder)
         dist.barrier()
         for kind, fields in {"plain": {}, "balanced": BALANCED}.items():
@@ -128,6 +124,7 @@ def resumed(case: Case, rank: int) -> dict[str, list[float]]:
             model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=sizes).train()
             attach(model)
             losses[kind] = steps(model, rank)["losses"]
+        dist.barrier()  # the folder stays until the last rank is done
     return losses
 
 
@@ -136,14 +133,6 @@ def steps(model: Any, rank: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
     ranks = dist.get_world_size()
     batches = [draw_batch(20 + other, [24, 17 + other], 24, "right") for other in range(ranks)]
-    losses = []
-    for _ in range(STEPS):
-        loss = loss_of(model, batches[rank], targets(*batches))
-        (loss * ranks).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(float(total))
+    losses = train(optimizer, STEPS, lambda _: loss_of(model, batches[rank], targets(*batches)), scale=ranks)
     metrics = next(iter(dispatchers_of(model).values())).metrics(gather=True)
     return {"losses": losses, "imbalance": metrics.rank_imbalance}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, final
@@ -12,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
+from tests.integration.steps import difference
 from tests.integration.transformers.models import BATCHES, PROMPTS, Batch, build
 from tests.integration.transformers.wiring import (
     Gradients,
     gradients,
-    largest_error,
     loss_of,
     targets,
     unsharded,
@@ -56,18 +55,6 @@ class Case:
     dtype: torch.dtype = torch.float32
 
 
-def run_cases(rank: int, jobs: Mapping[str, tuple[Callable[[Case, int], Any], Case]]) -> dict[str, Any]:
-    """By name what each job returned, or the traceback of what it raised."""
-    return {name: _attempt(job, case, rank, name) for name, (job, case) in jobs.items()}
-
-
-def _attempt(job: Callable[[Case, int], Any], case: Case, rank: int, name: str) -> Any:
-    try:
-        return job(case, rank)
-    except Exception:
-        return f"{name}:\n{traceback.format_exc()}"
-
-
 def load(case: Case) -> Any:
     """The model as ``from_pretrained(distributed_config=...)`` shards it, from weights that are here already."""
     from transformers.distributed import DistributedConfig
@@ -103,7 +90,7 @@ def train(case: Case, rank: int) -> dict[str, float]:
     wanted, wanted_gradients = _unsharded(case.family, batches, case.dtype)
     return {
         "loss": abs(float(total) / case.mesh.tp / wanted - 1),
-        "gradients": largest_error(gradients(model), wanted_gradients),
+        "gradients": difference(gradients(model), wanted_gradients),
         **_difference(_counts(case, model), before),
     }
 
@@ -147,37 +134,26 @@ def generate(case: Case, rank: int) -> list[list[int]]:
     return [got.flatten().tolist(), wanted.flatten().tolist()]
 
 
-def without_registry(case: Case, rank: int) -> dict[str, float]:
-    """Data parallelism by hand around whole experts on every rank: gradients are summed over ranks."""
-    model = build(case.family).train()
-    register(config_for(model.config, backend=case.backend), group=dist.group.WORLD, name="function")
-    model.set_experts_implementation("function")
-    attach(model)
-    before = _counts(case, model)
-    loss_of(model, BATCHES[rank], targets(*BATCHES)).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    wanted = _unsharded(case.family, BATCHES, case.dtype)[1]
-    return {"gradients": largest_error(gradients(model), wanted), **_difference(_counts(case, model), before)}
+def by_function(case: Case, rank: int, *, adapted: bool = False) -> dict[str, float]:
+    """Data parallelism by hand around whole experts on every rank: gradients are summed over ranks.
 
-
-def lora(case: Case, rank: int) -> dict[str, float]:
-    """As ``without_registry``, for a model of PEFT. Each rank trains the adapters of its share of the experts."""
-    model = build(case.family)
+    If ``adapted``, the model is one of PEFT, and each rank trains the adapters of its share of the experts.
+    """
+    whole, model = build(case.family), build(case.family)
     config = config_for(model.config, backend=case.backend, **case.fields)
-    register(config, group=dist.group.WORLD, name=f"lora-{config.digest}")
-    model.set_experts_implementation(f"lora-{config.digest}")
+    register(config, group=dist.group.WORLD, name=f"function-{config.digest}")
+    model.set_experts_implementation(f"function-{config.digest}")
     attach(model)
-    model = with_lora(model).train()
+    if adapted:
+        model, whole = with_lora(model), with_lora(whole)
     before = _counts(case, model)
-    loss_of(model, BATCHES[rank], targets(*BATCHES)).backward()
+    loss_of(model.train(), BATCHES[rank], targets(*BATCHES)).backward()
     for parameter in model.parameters():
         if parameter.requires_grad:
             dist.all_reduce(parameter.grad)
-    dense = with_lora(build(case.family)).train()
     for batch in BATCHES:
-        loss_of(dense, batch, targets(*BATCHES)).backward()
-    errors = {"gradients": largest_error(gradients(model), gradients(dense))}
+        loss_of(whole.train(), batch, targets(*BATCHES)).backward()
+    errors = {"gradients": difference(gradients(model), gradients(whole))}
     return {**errors, **_difference(_counts(case, model), before)}
 
 

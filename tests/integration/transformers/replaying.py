@@ -17,9 +17,10 @@ from torch import Tensor
 from moe_dispatch.integrations.transformers import RoutingReplay, dispatchers_of
 from moe_dispatch.layouts import Masked
 from moe_dispatch.replay import Cut, RoutingTable
+from tests.integration.steps import difference
 from tests.integration.transformers.models import BATCHES, EXPERTS, HIDDEN, TOP_K, Batch, build
 from tests.integration.transformers.ranks import Case, load
-from tests.integration.transformers.wiring import Gradients, gradients, largest_error, loss_of, targets
+from tests.integration.transformers.wiring import Gradients, gradients, loss_of, targets
 
 Weights = Callable[[Any, Tensor, Tensor], Tensor]  # router, logits (T, E), ids (T, K) -> weights (T, K)
 SCALE = 2.5  # of the weights, in every config that has one
@@ -210,7 +211,7 @@ def on_two_ranks(case: Case, rank: int) -> dict[str, float]:
     after = drift_of(model, gather=True)
     return {
         "loss": abs(total.item() / case.mesh.tp / wanted - 1),
-        "gradients": largest_error(gradients(model), wanted_gradients),
+        "gradients": difference(gradients(model), wanted_gradients),
         "drifted": after[0] - before[0] - counts[0],
         "replayed": after[1] - before[1] - counts[1],
         "recorded": sum(differences(recorded.entries(name), table.entries(name)) for name in names_of(mine)),

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
-from functools import partial
+import functools
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-from moe_dispatch_testing.ranks import run_processes
+from tests.integration.jobs import require, run_checks
 from tests.integration.transformers.balancing import accumulated, faulty, resumed, trained
-from tests.integration.transformers.ranks import BALANCED, Case, Mesh, run_cases
+from tests.integration.transformers.ranks import BALANCED, Case, Mesh
 
 RANKS = 4
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "balanced": BALANCED}
 STATIC = {"balance": "exact", "graph_safe": True, "max_tokens_per_rank": 64}
 HAS_ACCELERATE = find_spec("accelerate") is not None
-TOGETHER = partial(accumulated, together=True)
+TOGETHER = functools.partial(accumulated, together=True)
 
 
 def jobs() -> dict[str, Any]:
@@ -42,21 +41,22 @@ def jobs() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    found = run_processes(run_cases, RANKS, jobs(), timeout=datetime.timedelta(seconds=300))
-    raised = [result for of_rank in found for result in of_rank.values() if isinstance(result, str)]
-    assert not raised, raised[0]
-    return found
+@functools.cache
+def all_results() -> dict[str, list[Any]]:
+    return run_checks({name: functools.partial(job, case) for name, (job, case) in jobs().items()}, RANKS)
+
+
+def results(name: str) -> list[Any]:
+    return require(all_results()[name])
 
 
 @pytest.mark.parametrize("kind", ["plain", "balanced", "graph-safe"])
 @pytest.mark.parametrize("how", ["FSDP2", "DDP"])
-def test_gradients_of_two_micro_batches_are_those_of_one_rank(ranks: list[dict[str, Any]], how: str, kind: str) -> None:
+def test_gradients_of_two_micro_batches_are_those_of_one_rank(how: str, kind: str) -> None:
     """Each hook runs once in each backward, and the weights keep their names."""
-    names = [name for name in (f"{how}, {kind}", f"{how}, one backward, {kind}") if name in ranks[0]]
+    names = [name for name in (f"{how}, {kind}", f"{how}, one backward, {kind}") if name in jobs()]
     for name in names:
-        for result in (of_rank[name] for of_rank in ranks):
+        for result in results(name):
             assert result["error"] < 1e-4
             assert result["fired"] == {1 if "one backward" in name else 2}
             assert result["hooked"]
@@ -65,15 +65,14 @@ def test_gradients_of_two_micro_batches_are_those_of_one_rank(ranks: list[dict[s
             assert bool(result["fetches"]) == (kind != "plain")
 
 
-def test_the_checks_see_gradients_of_copies_that_are_lost_or_counted_twice(ranks: list[dict[str, Any]]) -> None:
-    for of_rank in ranks:
-        assert min(*of_rank["planted, FSDP2"], *of_rank["planted, DDP"]) > 0.1
+def test_the_checks_see_gradients_of_copies_that_are_lost_or_counted_twice() -> None:
+    for how in ("FSDP2", "DDP"):
+        assert min(map(min, results(f"planted, {how}"))) > 0.1
 
 
-def test_training_with_a_router_that_favours_few_experts(ranks: list[dict[str, Any]]) -> None:
+def test_training_with_a_router_that_favours_few_experts() -> None:
     """The losses stay the same, and the busiest rank computes as many rows as the others."""
-    for of_rank in ranks:
-        plain, balanced = of_rank["train, plain"], of_rank["train, balanced"]
+    for plain, balanced in zip(results("train, plain"), results("train, balanced"), strict=True):
         assert plain["losses"][-1] < plain["losses"][0] - 0.2
         assert balanced["losses"] == pytest.approx(plain["losses"], rel=1e-4)
         assert plain["imbalance"] > 0.9 * RANKS
@@ -81,8 +80,7 @@ def test_training_with_a_router_that_favours_few_experts(ranks: list[dict[str, A
 
 
 @pytest.mark.skipif(not HAS_ACCELERATE, reason="from_pretrained needs accelerate to shard")
-def test_a_checkpoint_of_an_unbalanced_run_is_loaded(ranks: list[dict[str, Any]]) -> None:
-    for of_rank in ranks:
-        found = of_rank["resumed"]
+def test_a_checkpoint_of_an_unbalanced_run_is_loaded() -> None:
+    for found in results("resumed"):
         assert found["plain"][0] < found["first"][0] - 0.2
         assert found["balanced"] == pytest.approx(found["plain"], rel=1e-4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import functools
 from typing import Any
 
 import pytest
@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.integrations.transformers import RoutingReplay, attach, config_for, dispatchers_of, register
 from moe_dispatch.layouts import BSHD
-from moe_dispatch.replay import RoutingTable
-from moe_dispatch_testing.ranks import run_processes
+from moe_dispatch.replay import Cut, RoutingTable
+from tests.integration.jobs import require, run_checks
+from tests.integration.steps import difference
 from tests.integration.transformers.models import BATCHES, EXPERTS, FAMILIES, HIDDEN, LAYERS, TOP_K, build
-from tests.integration.transformers.ranks import BALANCED, Case, Mesh, run_cases
+from tests.integration.transformers.ranks import BALANCED, Case, Mesh
 from tests.integration.transformers.replaying import (
     TWO,
     WEIGHTS,
@@ -33,7 +34,6 @@ from tests.integration.transformers.replaying import (
 )
 from tests.integration.transformers.wiring import (
     gradients,
-    largest_error,
     loss_of,
     registered,
     targets,
@@ -50,7 +50,7 @@ def check(model: Any, family: str, table: RoutingTable, losses: list[torch.Tenso
         loss.backward()
     wanted, wanted_gradients, counts = dense(family, table, TWO)
     assert sum(loss.item() for loss in losses) == pytest.approx(wanted, rel=1e-6)
-    assert largest_error(gradients(model), wanted_gradients) < 1e-5
+    assert difference(gradients(model), wanted_gradients) < 1e-5
     table.check_used([f"{number}.{row}" for number in TWO for row in range(2)])
     return counts
 
@@ -101,7 +101,7 @@ def test_a_layer_is_recomputed_with_the_ids_of_its_forward(how: str, wired: bool
         loss.backward()
     _, wanted, counts = dense(FAMILY, table, TWO)
     got = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients(model).items()}
-    assert largest_error(got, wanted) < 1e-5
+    assert difference(got, wanted) < 1e-5
     assert not wired or drift_of(model) == counts, "a recomputation counts nothing"
 
 
@@ -115,19 +115,17 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    jobs = {name: (on_two_ranks, case) for name, case in CASES.items()}
-    return run_processes(run_cases, 2, jobs, timeout=datetime.timedelta(seconds=180))
+@functools.cache
+def results() -> dict[str, list[Any]]:
+    return run_checks({name: functools.partial(on_two_ranks, case) for name, case in CASES.items()}, 2)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_compute_what_the_forced_model_computes(ranks: list[dict[str, Any]], name: str) -> None:
-    for of_rank in ranks:
-        assert not isinstance(of_rank[name], str), of_rank[name]
-        assert of_rank[name].pop("loss") < 1e-5
-        assert of_rank[name].pop("gradients") < 1e-4
-        assert of_rank[name] == {"drifted": 0, "replayed": 0, "recorded": 0}
+def test_two_ranks_compute_what_the_forced_model_computes(name: str) -> None:
+    for found in require(results()[name]):
+        assert found.pop("loss") < 1e-5
+        assert found.pop("gradients") < 1e-4
+        assert found == {"drifted": 0, "replayed": 0, "recorded": 0}
 
 
 def test_a_closed_replay_leaves_the_model_as_it_was() -> None:
@@ -167,61 +165,43 @@ def test_layers_that_run_twice_in_a_forward_are_neither_replayed_nor_recorded(me
         recording.table()
 
 
-@pytest.mark.parametrize("change", ["num_experts", "top_k"])
-def test_a_table_of_another_model_is_refused(change: str) -> None:
-    wanted = {"num_experts": f"{TOP_K} of 16 experts", "top_k": f"3 of {EXPERTS} experts"}[change]
-    ids = torch.arange(3 if change == "top_k" else TOP_K).expand(4, LAYERS, -1)
-    table = RoutingTable({"a": ids}, num_experts=16 if change == "num_experts" else EXPERTS)
-    model = build(FAMILY)
-    with (
-        RoutingReplay(model).micro_batch(table.cut(BSHD([4]), ["a"], like=(1, 4, HIDDEN))),
-        pytest.raises(ConfigError, match=rf"one torch\.topk of {wanted}, as the table has it, got 2 of \(4, 8\)\. Rep"),
-    ):
-        model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+def refused(model: Any, cut: Cut, number: int, error: type[Exception], told: str) -> None:
+    """A forward with this cut is refused."""
+    with RoutingReplay(model).micro_batch(cut), pytest.raises(error, match=told):
+        loss_of(model, BATCHES[number], 1)
 
 
-def test_a_cut_of_another_batch_is_refused() -> None:
-    model = build(FAMILY)
-    with (
-        RoutingReplay(model).micro_batch(cut_of(draw_table(LAYERS), TWO[0])),
-        pytest.raises(InputError, match=r"got torch\.int64 \(16, 2\) and torch\.float32 \(24, 8\)\. Cut the table"),
-    ):
-        loss_of(model, BATCHES[TWO[1]], 1)
-
-
-def test_an_entry_with_slots_that_go_nowhere_is_refused() -> None:
+def test_a_table_of_another_model_or_batch_is_refused() -> None:
+    cut, (first, second) = cut_of(draw_table(LAYERS), TWO[0]), TWO
+    of_other_batch = r"got torch\.int64 \(16, 2\) and torch\.float32 \(24, 8\)\. Cut the table"
+    refused(build(FAMILY), cut, second, InputError, of_other_batch)
+    layout, names, like = BSHD([7, 3]), ["a", "b"], (2, 8, HIDDEN)
+    for experts, top_k in ((16, TOP_K), (EXPERTS, 3)):
+        ids = torch.arange(top_k).expand(7, LAYERS, -1)
+        table = RoutingTable({"a": ids, "b": ids[:3]}, num_experts=experts)
+        told = rf"one torch\.topk of {top_k} of {experts} experts, as the table has it, got 2 of \(16, 8\)\. Rep"
+        refused(build(FAMILY), table.cut(layout, names, like=like), first, ConfigError, told)
     table = RoutingTable({"a": torch.tensor([[[0, 1]], [[3, -1]]])}, num_experts=EXPERTS)
-    replay = RoutingReplay(build(FAMILY))
     with (
         pytest.raises(InputError, match=r"each of 2 slots, got \[3, -1\] for sequence 'a', position 1, layer 0, and 1"),
-        replay.micro_batch(table.cut(BSHD([2]), ["a"], like=(1, 2, HIDDEN))),
+        RoutingReplay(build(FAMILY)).micro_batch(table.cut(BSHD([2]), ["a"], like=(1, 2, HIDDEN))),
     ):
         pass
 
 
-def test_a_router_without_a_top_k_is_refused_in_its_first_forward() -> None:
-    model = build("phimoe")
-    with (
-        RoutingReplay(model).micro_batch(cut_of(draw_table(LAYERS), TWO[0])),
-        pytest.raises(ConfigError, match=r"mlp\.router \(PhimoeTopKRouter\) must choose experts by .* got none\. Repl"),
-    ):
-        loss_of(model, BATCHES[TWO[0]], 1)
-
-
-def test_a_router_that_drops_scores_before_it_chooses_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"DeepseekV2TopkRouter\) must keep the scores of all experts, got topk_meth"):
-        RoutingReplay(build("deepseek_v2", topk_method="group_limited_greedy"))
-
-
-def test_a_layer_without_a_router_of_a_known_name_is_refused() -> None:
+def test_a_router_that_cannot_replay_is_refused() -> None:
+    without_top_k = r"mlp\.router \(PhimoeTopKRouter\) must choose experts by .* got none\. Repl"
+    refused(build("phimoe"), cut_of(draw_table(LAYERS), TWO[0]), TWO[0], ConfigError, without_top_k)
     model = build(FAMILY)
     model.model.layers[0].mlp.selector = model.model.layers[0].mlp.gate
     del model.model.layers[0].mlp.gate
-    with pytest.raises(
-        ConfigError,
-        match=r"layers\.0\.mlp \(Qwen3MoeSparse.*\) must hold one module called gate or router, got experts",
-    ):
-        RoutingReplay(model)
+    for other, told in {
+        build("deepseek_v2", topk_method="group_limited_greedy"): r"must keep the scores of all experts, got topk_meth",
+        model: r"layers\.0\.mlp \(Qwen3MoeSparse.*\) must hold one module called gate or router, got experts",
+        torch.nn.Linear(2, 2): r"RoutingReplay: Linear has no MoE layers",
+    }.items():
+        with pytest.raises(ConfigError, match=told):
+            RoutingReplay(other)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
@@ -229,8 +209,3 @@ def test_routers_beside_adapted_experts_are_found() -> None:
     model, table = with_lora(double(FAMILY)), draw_table(LAYERS)
     replay_losses(model, table, TWO)
     table.check_used([name for number in TWO for name in names_of(number)])
-
-
-def test_a_model_without_experts_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"RoutingReplay: Linear has no MoE layers"):
-        RoutingReplay(torch.nn.Linear(2, 2))

@@ -5,27 +5,25 @@ All jobs run in one set of processes, because starting four with torch and trans
 
 from __future__ import annotations
 
-import datetime
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from moe_dispatch_testing.ranks import run_processes
+from tests.integration.jobs import require, run_checks
 from tests.integration.transformers.models import BATCHES, FAMILIES, LAYERS, TOP_K
 from tests.integration.transformers.ranks import (
     BALANCED,
     THEIRS,
     Case,
     Mesh,
+    by_function,
     generate,
     indivisible,
-    lora,
     round_trip,
-    run_cases,
     train,
-    without_registry,
 )
 
 RANKS = 4
@@ -77,31 +75,29 @@ GENERATE = {
     "generate, allgather, tp 2": Case(mesh=BOTH, backend="allgather"),
     "generate, qwen3_5": Case(family="qwen3_5_moe_text", mesh=PLAIN),
 }
+ADAPTED = functools.partial(by_function, adapted=True)
 OTHER: dict[str, tuple[Callable[[Case, int], Any], Case]] = {
-    "function": (without_registry, Case(mesh=PLAIN)),
-    "lora": (lora, Case(family="gpt_oss", mesh=PLAIN)),
-    "lora, balanced": (lora, Case(mesh=PLAIN, fields=BALANCED)),
-    "lora, recomputed": (lora, Case(mesh=PLAIN, fields={"chunk_tokens": 4, "chunk_recompute": True})),
+    "function": (by_function, Case(mesh=PLAIN)),
+    "lora": (ADAPTED, Case(family="gpt_oss", mesh=PLAIN)),
+    "lora, balanced": (ADAPTED, Case(mesh=PLAIN, fields=BALANCED)),
+    "lora, recomputed": (ADAPTED, Case(mesh=PLAIN, fields={"chunk_tokens": 4, "chunk_recompute": True})),
     "round trip": (round_trip, Case(mesh=PLAIN)),
     "indivisible": (indivisible, Case(mesh=PLAIN, changes={"num_experts": 6})),
 }
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
+@functools.cache
+def all_results() -> dict[str, list[Any]]:
     jobs = {
         **{name: (train, case) for name, case in {**TRAIN, **THEIR_TRAIN}.items()},
         **{name: (generate, case) for name, case in GENERATE.items()},
         **OTHER,
     }
-    return run_processes(run_cases, RANKS, jobs, timeout=datetime.timedelta(seconds=180))
+    return run_checks({name: functools.partial(job, case) for name, (job, case) in jobs.items()}, RANKS)
 
 
-def results(ranks: list[dict[str, Any]], name: str) -> list[Any]:
-    found = [of_rank[name] for of_rank in ranks]
-    raised = [result for result in found if isinstance(result, str) and "Traceback" in result]
-    assert not raised, raised[0]
-    return found
+def results(name: str) -> list[Any]:
+    return require(all_results()[name])
 
 
 def real_and_padding(mesh: Mesh) -> tuple[int, int]:
@@ -112,12 +108,12 @@ def real_and_padding(mesh: Mesh) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", TRAIN)
-def test_loss_and_gradients_are_those_of_the_unsharded_model(ranks: list[dict[str, Any]], name: str) -> None:
+def test_loss_and_gradients_are_those_of_the_unsharded_model(name: str) -> None:
     case = TRAIN[name]
     real, padding = real_and_padding(case.mesh)
     # Ranks of one expert-parallel group sum what they saw; with several groups each sees its part.
     groups = RANKS // case.mesh.ep
-    seen = results(ranks, name)
+    seen = results(name)
     for result in seen:
         assert result["loss"] < (1e-5 if case.dtype == torch.float32 else 1e-3)
         assert result["gradients"] < (1e-4 if case.dtype == torch.float32 else 0.05)
@@ -128,47 +124,45 @@ def test_loss_and_gradients_are_those_of_the_unsharded_model(ranks: list[dict[st
 
 
 @pytest.mark.parametrize("name", THEIR_TRAIN)
-def test_their_all_to_all_gives_the_same(ranks: list[dict[str, Any]], name: str) -> None:
+def test_their_all_to_all_gives_the_same(name: str) -> None:
     """So it is the model's mathematics that is compared with above, and not a difference of ours from theirs."""
-    for result in results(ranks, name):
+    for result in results(name):
         assert result["loss"] < 1e-5
         assert result["gradients"] < 1e-4
 
 
-def test_sizes_are_agreed_on_once_per_forward(ranks: list[dict[str, Any]]) -> None:
+def test_sizes_are_agreed_on_once_per_forward() -> None:
     for name in ("allgather", "in chunks, fsdp 4, ep 4", "in chunks, allgather"):
-        assert [result["agreements"] for result in results(ranks, name)] == [RANKS] * RANKS
-    assert [result["agreements"] for result in results(ranks, "qwen3_moe")] == [0] * RANKS
+        assert [result["agreements"] for result in results(name)] == [RANKS] * RANKS
+    assert [result["agreements"] for result in results("qwen3_moe")] == [0] * RANKS
 
 
 @pytest.mark.parametrize("name", GENERATE)
-def test_tokens_are_those_of_the_unsharded_model(ranks: list[dict[str, Any]], name: str) -> None:
-    for got, wanted in results(ranks, name):
+def test_tokens_are_those_of_the_unsharded_model(name: str) -> None:
+    for got, wanted in results(name):
         assert got == wanted
 
 
-def test_experts_function_on_ranks_that_hold_all_experts(ranks: list[dict[str, Any]]) -> None:
+def test_experts_function_on_ranks_that_hold_all_experts() -> None:
     real, padding = real_and_padding(PLAIN)
-    for result in results(ranks, "function"):
+    for result in results("function"):
         assert result["gradients"] < 1e-4
         assert result["skipped"] == padding
         assert result["slots"] == real * TOP_K
 
 
 @pytest.mark.parametrize("name", [name for name in OTHER if name.startswith("lora")])
-def test_adapters_on_stacked_experts_train_as_without_expert_parallelism(
-    ranks: list[dict[str, Any]], name: str
-) -> None:
-    for result in results(ranks, name):
+def test_adapters_on_stacked_experts_train_as_without_expert_parallelism(name: str) -> None:
+    for result in results(name):
         assert result["gradients"] < 1e-4
         assert bool(result["fetches"]) == (name == "lora, balanced")
 
 
-def test_weights_and_their_names_stay_as_they_are(ranks: list[dict[str, Any]]) -> None:
-    assert results(ranks, "round trip") == [{"keys": True, "difference": 0.0}] * RANKS
+def test_weights_and_their_names_stay_as_they_are() -> None:
+    assert results("round trip") == [{"keys": True, "difference": 0.0}] * RANKS
 
 
-def test_experts_that_do_not_divide_are_refused(ranks: list[dict[str, Any]]) -> None:
-    for text in results(ranks, "indivisible"):
+def test_experts_that_do_not_divide_are_refused() -> None:
+    for text in results("indivisible"):
         assert text.startswith("Cannot evenly shard 6 experts across 4 expert-parallel ranks")  # by transformers
         assert "num_experts (6) must be divisible by ep_size (4)" in text

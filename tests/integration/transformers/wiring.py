@@ -81,12 +81,6 @@ def unsharded(family: str, batches: tuple[Batch, ...], **changes: Any) -> tuple[
     return float(total), gradients(model)
 
 
-def largest_error(got: Gradients, wanted: Gradients) -> float:
-    """The largest difference of any gradient, relative to the largest entry of that gradient."""
-    assert got.keys() == wanted.keys()
-    return max(float((got[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in wanted)
-
-
 def rows_cut(model: Any) -> int:
     """Padding that was never dispatched, over all layers: they share one channel."""
     dispatcher = next(iter(dispatchers_of(model).values()))

@@ -1,22 +1,22 @@
-"""Many checks in one set of processes: importing Megatron and meeting takes longer than most of them."""
+"""Many checks in one set of processes: importing a framework and meeting takes longer than most of them."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, final
 
 import pytest
 
 from moe_dispatch_testing import run_processes
-from tests.integration.megatron_core import layer
-from tests.integration.megatron_core.on_cpu import megatron_on_cpu
 
-# Ranks import the package before they meet, on machines that others use too.
-TIMEOUT = timedelta(seconds=120)
+# Ranks import the framework before they meet, on machines that others use too.
+TIMEOUT = timedelta(seconds=180)
 
 Check = Callable[[int], Any]  # of a rank; what it returns is the result
+Within = Callable[[int], AbstractContextManager[None]]  # in which the checks run; it is given the number of ranks
 
 
 @final
@@ -24,9 +24,9 @@ class Raised(str):
     """A traceback in the place of a result. Later checks do not run: ranks may stand in different collectives."""
 
 
-def run_checks(checks: Mapping[str, Check], ranks: int = layer.RANKS) -> dict[str, list[Any]]:
+def run_checks(checks: Mapping[str, Check], ranks: int, within: Within | None = None) -> dict[str, list[Any]]:
     """The results by name, each by rank."""
-    by_rank = run_processes(_on_rank, ranks, checks, ranks, timeout=TIMEOUT)
+    by_rank = run_processes(_on_rank, ranks, checks, ranks, within, timeout=TIMEOUT)
     return {name: [found[name] for found in by_rank] for name in checks}
 
 
@@ -39,11 +39,10 @@ def require(results: list[Any]) -> list[Any]:
     return results
 
 
-def _on_rank(rank: int, checks: Mapping[str, Check], ranks: int) -> dict[str, Any]:
-    layer.RANKS = ranks
+def _on_rank(rank: int, checks: Mapping[str, Check], ranks: int, within: Within | None) -> dict[str, Any]:
     results: dict[str, Any] = {}
     failed = ""
-    with megatron_on_cpu():
+    with within(ranks) if within else nullcontext():
         for name, check in checks.items():
             if failed:
                 results[name] = Raised(f"not reached, because {failed!r} failed")
