@@ -134,7 +134,7 @@ bench: $(BENCH) ## moe-dispatch compare --peers, with torchtitan and transformer
 	$(PY) -m moe_dispatch_tools compare --peers --mode eager $(ARGS)
 
 integration: $(BENCH) $(MEGATRON) $(FRAMEWORKS) ## the tests that need megatron-core (two versions), torchtitan, transformers and trainers
-	$(PY) -m pytest tests/integration $(ARGS)
+	$(PY) -m pytest tests/integration --numprocesses auto --dist loadfile $(ARGS)
 	$(MEGATRON_PY) -m pytest tests/integration/megatron_core tests/integration/cases/test_case5_graph_safe_padding.py
 
 docs: $(DOCS) ## build the site into site/, with warnings as errors
