@@ -82,7 +82,7 @@ class Slots(ABC):
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """Return the tables as arguments of an operator, for ``SlotOptions.restored``; or refuse compiled calls."""
+        """Return the tables as arguments of an operator, for ``SlotOptions.restored``. Not called with ``balance``."""
 
     def refuse(self, channel: Channel, error: Exception) -> None:
         """Tell peers that wait in ``assign`` that this rank refuses the call, and raise ``error``."""

@@ -18,7 +18,6 @@ from moe_dispatch.balance.slot_table import SlotTable, slots_of
 from moe_dispatch.communication import raise_alike, read_host
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel, Lease, logger, profiler_range
-from moe_dispatch.dispatchers.operators import refuse_compiled
 from moe_dispatch.errors import ConfigError, PeerError
 from moe_dispatch.permutation import choose_permutation, count_experts
 
@@ -82,10 +81,7 @@ class Planned(Slots):
         return self
 
     def tensors(self) -> list[Tensor]:
-        refuse_compiled(
-            "Dispatcher.dispatch: operators carry no plan of balance, so keep both verbs out of torch.compile and "
-            "selective checkpointing. Or use dispatcher.place(placement)."
-        )
+        raise NotImplementedError  # operators refuse a config with balance before they ask
 
     def refuse(self, channel: Channel, error: Exception) -> None:
         channel.control.gather_integers([REFUSED, *[0] * channel.config.num_experts], label="balance")

@@ -460,6 +460,11 @@ def _check_traced(channel: Channel, x: Tensor, routing: Routing | None) -> Routi
     if not isinstance(routing, Routing):
         raise checks.no_routing(routing)
     check_plain("Dispatcher.dispatch", x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
+    if channel.config.balance is not None:  # also on one rank, where a plan would change nothing
+        refuse_compiled(
+            "Dispatcher.dispatch: operators carry no plan of balance, so keep both verbs out of torch.compile and "
+            "selective checkpointing. Or use dispatcher.place(placement)."
+        )
     if channel.config.chunk_tokens is not None:
         refuse_compiled(
             "Dispatcher.dispatch: chunk_tokens does not work in torch.compile and selective checkpointing. Keep both "

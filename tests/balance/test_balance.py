@@ -220,9 +220,11 @@ def test_configs_that_cannot_work_are_refused(fields: dict[str, Any], told: str)
         DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, **fields)
 
 
-def test_place_and_compiled_calls_are_refused() -> None:
-    dispatcher = build_dispatcher(small_config("local", **BALANCED))
-    with pytest.raises(ConfigError, match=r"the config must have balance=None, got balance='least_loaded'"):
+@pytest.mark.parametrize("fields", [BALANCED, {"balance": "exact"}], ids=str)
+def test_place_and_compiled_calls_are_refused(fields: dict[str, Any]) -> None:
+    """Also on one rank, so that a job meets no new refusal when it gets larger."""
+    dispatcher = build_dispatcher(small_config("local", **fields))
+    with pytest.raises(ConfigError, match=r"the config must have balance=None, got balance='(least_loaded|exact)'"):
         dispatcher.place(ExpertPlacement.contiguous(8, 1, spare=1))
     routing = zipf_routing(3, 0)
     given = random_rows(3), routing.topk_ids, routing.topk_weights
