@@ -26,7 +26,7 @@ from moe_dispatch.backends.base import Arrived, Route
 from moe_dispatch.communication import HostCopy, raise_alike
 from moe_dispatch.dispatchers.agreement import UNTOLD, described, facts_of, mark_of, settle, tell_peers
 from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
-from moe_dispatch.dispatchers.checks import problem_of_ids
+from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Plan, QuantisedRows, check_plain
@@ -184,8 +184,6 @@ def start(
         invalid = outcome if mark is None else None
         plan = settle(channel, plan, facts=facts, lease=lease, ids_TK=ids_TK, invalid=invalid, problem=problem)
     if plan.num_chunks > 1:  # all ranks know this number, so all of them raise
-        from moe_dispatch.steps.chunks import needs_chunks  # noqa: PLC0415 - only this error needs it
-
         raise needs_chunks(plan, config)
     sizes = plan.sizes
     if sizes.capacity is not None:

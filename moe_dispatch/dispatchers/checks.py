@@ -128,6 +128,14 @@ def foreign_plan(channel: Channel, plan: Plan) -> StateError:
     return StateError("Dispatcher.dispatch: the capacity has grown since the plan was made. Make the plan again.")
 
 
+def needs_chunks(plan: Plan, config: DispatcherConfig) -> InputError:
+    """Return the error of one dispatch for which some rank has too many rows."""
+    return InputError(
+        f"Dispatcher.dispatch: a rank must pass at most chunk_tokens ({config.chunk_tokens}) rows, got more on some "
+        f"rank: they take {plan.num_chunks} dispatches. Call the module or moe_dispatch.dispatchers.run_in_chunks."
+    )
+
+
 def no_routing(routing: object) -> InputError:
     """Return the error of a dispatch whose routing is no ``Routing``."""
     return InputError(f"Dispatcher.dispatch: pass Routing(topk_ids, topk_weights), not {type(routing).__name__}.")

@@ -26,7 +26,6 @@ from moe_dispatch.layouts import Layout, Masked, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
 
 if TYPE_CHECKING:
-    from moe_dispatch.config import DispatcherConfig
     from moe_dispatch.dispatchers.channel import Channel
     from moe_dispatch.dispatchers.dispatcher import Dispatcher
 
@@ -82,14 +81,6 @@ def run_in_chunks(
         return _run_chunks(dispatcher, run_experts, x, routing, plan)
     sent = dispatcher.dispatch(x, routing, plan)
     return dispatcher.combine(run_experts(sent), sent)
-
-
-def needs_chunks(plan: Plan, config: DispatcherConfig) -> InputError:
-    """Return the error of one dispatch for which some rank has too many rows."""
-    return InputError(
-        f"Dispatcher.dispatch: a rank must pass at most chunk_tokens ({config.chunk_tokens}) rows, got more on some "
-        f"rank: they take {plan.num_chunks} dispatches. Call the module or moe_dispatch.dispatchers.run_in_chunks."
-    )
 
 
 def _run_chunks(

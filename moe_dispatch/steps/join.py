@@ -211,7 +211,8 @@ class _Session:
                 "sizes must be exchanged, got graph_safe=True. Give each rank as many steps.",
             ),
             (
-                any(config.balance is not None for config in configs) or any(each.slots for each in self._leases),
+                any(config.balance is not None for config in configs)
+                or any(lease.slots is not None for lease in self._leases),
                 "experts must stay at home, got balance= or spare_experts_per_rank. Leave them out.",
             ),
             (
