@@ -10,17 +10,17 @@ import hashlib
 import json
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar, final
+from typing import Any, NoReturn, Protocol, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
+from moe_dispatch._observers import observers_of
 from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, PeerError, StateError
-from moe_dispatch.watchdog import WatchedCall, watch_of
 
 
 @final
@@ -42,11 +42,14 @@ class Alone:
         """Return at once."""
 
 
-Value = TypeVar("Value")
-Work = dist.Work | WatchedCall | Alone  # a collective that can be waited for
+class Work(Protocol):
+    """A collective that can be waited for."""
 
-guards: dict[dist.ProcessGroup | None, Callable[[str], None]] = {}
-"""For a group, a function that may refuse each of its collectives, by label. ``join`` sets it in its block."""
+    def wait(self) -> object:
+        """Wait for the collective."""
+
+
+Value = TypeVar("Value")
 
 
 @final
@@ -58,7 +61,7 @@ class Communicator:
 
     Attributes:
         group: The process group, or None for a single rank.
-        watch: Watchdog of the group, or None.
+        observers: What observes the group; the same list in all communicators of the group.
         rank: This rank's number in the group.
         size: Number of ranks.
         bytes_sent: Bytes sent to other ranks, by label. Counted on the host, without a sync.
@@ -67,7 +70,7 @@ class Communicator:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self.watch = watch_of(group)
+        self.observers = observers_of(group)
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self.bytes_sent: Counter[str] = Counter()
@@ -79,7 +82,7 @@ class Communicator:
         self.group = None
 
     def _start(self, name: str, *arguments: Any, tensor: Tensor, label: str, nbytes: int, options: Any) -> Work:
-        """Count a collective on ``tensor``, start it, and return the handle to wait for.
+        """Start a collective on ``tensor``, count it, and return the handle to wait for.
 
         Args:
             name: Method of the process group.
@@ -87,25 +90,23 @@ class Communicator:
             tensor: Tensor on the device of the collective.
             label: Name under which the call and its bytes are counted.
             nbytes: Bytes that this rank sends to other ranks.
-            options: Options of the method. They get the time limit of the watchdog if there is one.
+            options: Options of the method.
 
         Raises:
-            StateError: The group was let go, or a guard refuses the collective.
+            StateError: The group was let go, or an observer refuses the collective.
         """
-        if guards and (guard := guards.get(self.group)) is not None:
-            guard(label)
         if self.group is None and self.size > 1:
             raise StateError(
                 f"Dispatcher: the group must be in use, got a call ({label}) after close(). Close the dispatcher after "
                 "the last backward."
             )
+        start = partial(getattr(_ALONE if self.group is None else self.group, name), *arguments)
+        for observer in self.observers:
+            start = partial(observer.collective, label, nbytes, tensor, start)
+        started: Work = start(options)
         self.calls[label] += 1
         self.bytes_sent[label] += nbytes
-        start = partial(getattr(_ALONE if self.group is None else self.group, name), *arguments)
-        if self.watch is None:
-            started: Work = start(options)
-            return started
-        return self.watch.start(label, nbytes, tensor, start, options)
+        return started
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, rows_in: Sequence[int], rows_out: Sequence[int], *, label: str

@@ -68,6 +68,23 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             "ModuleNotFoundError: No module named 'moe_dispatch.integrations'",
         )
     ],
+    "observers": [
+        (
+            CONFIG.format("'alltoall', watchdog=5"),
+            "ConfigError: moe_dispatch.observers is not installed. watchdog needs it. Leave that out, or install ",
+        ),
+        (
+            "import os\nos.environ['MOE_DISPATCH_WATCHDOG'] = '5'\n"
+            "try:\n    build_dispatcher(DispatcherConfig(num_experts=8, top_k=2, hidden_size=16))\n"
+            "finally:\n    del os.environ['MOE_DISPATCH_WATCHDOG']",
+            "ConfigError: moe_dispatch.observers is not installed. watchdog needs it. Leave that out, or install ",
+        ),
+        (
+            "from moe_dispatch.replay import RoutingTable\n"
+            "RoutingTable.record([build_dispatcher(DispatcherConfig(num_experts=8, top_k=2, hidden_size=16))])",
+            "ConfigError: moe_dispatch.observers is not installed. RoutingTable.record needs it. ",
+        ),
+    ],
     "replay": [
         ("from moe_dispatch.replay import RoutingTable", "ModuleNotFoundError: No module named 'moe_dispatch.replay'")
     ],

@@ -334,7 +334,7 @@ class _Fetch(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise double_backward("dispatch")
         moves: Moves = ctx.moves
-        ctx.lease.tell_watchdog()
+        ctx.lease.shared.announce(ctx.lease.name)
         count = len(ctx.like) if moves.apart else 0
         of_own = _zeros_for_none(grads[:count], ctx.like, moves.num_own)
         of_slots = _zeros_for_none(grads[count:], ctx.like, moves.num_slots)
@@ -393,7 +393,7 @@ class _Leave(torch.autograd.Function):
         first, told, *stacked = ctx.saved_tensors
         lease, moves, (rows, width) = ctx.again
         if not (told.storage_offset() == 1 and told.untyped_storage().nbytes() == 2):
-            lease.tell_watchdog()
+            lease.shared.announce(lease.name)
             buffer_BW, memory = None, first.untyped_storage()
             if memory.nbytes() == 0:
                 memory.resize_(rows * width * first.element_size())

@@ -28,10 +28,10 @@ There are two kinds of padding:
 
 All calls use ``channel``, the objects that dispatchers with the same config and group open and share. They count in
 ``metrics``. In a call, a plug-in behind ``moe_dispatch._slots`` chooses expert slots if the config asks for it, and
-``moe_dispatch._recorder`` keeps ids for a trace. Outside of a call: ``requirements`` (what config and backend need from
-a group), ``overflow`` (it reads what graph-safe calls needed), and ``self_test`` (random rows through identity
-experts). Above the dispatcher stand ``moe_dispatch.cuda_graphs``, which captures graph-safe calls, and the plug-ins
-``moe_dispatch.balance`` and ``moe_dispatch.steps``.
+observers behind ``moe_dispatch._observers`` hear of the call if there are any. Outside of a call: ``requirements``
+(what config and backend need from a group), ``overflow`` (it reads what graph-safe calls needed), and ``self_test``
+(random rows through identity experts). Above the dispatcher stand ``moe_dispatch.cuda_graphs``, which captures
+graph-safe calls, and the plug-ins ``moe_dispatch.balance`` and ``moe_dispatch.steps``.
 """
 
 from importlib import import_module

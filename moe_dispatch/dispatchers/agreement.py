@@ -28,25 +28,25 @@ _UNKNOWN = -(2**40)  # less than any number of a dispatcher, and than its negati
 
 
 @cache
-def facts_of(dtype: torch.dtype, recorded: bool) -> Facts:
+def facts_of(dtype: torch.dtype, grad_enabled: bool) -> Facts:
     """Return the facts about a dispatch that must be equal on all ranks, by name.
 
     Args:
         dtype: Dtype of the rows.
-        recorded: Whether the call records gradients. A rank that does not record them takes part in no backward.
+        grad_enabled: Whether the call records gradients. A rank that does not record them takes part in no backward.
     """
-    return {"the dtype of x": str(dtype).removeprefix("torch."), "grad mode": "enabled" if recorded else "disabled"}
+    return {"the dtype of x": str(dtype).removeprefix("torch."), "grad mode": "enabled" if grad_enabled else "disabled"}
 
 
 @lru_cache(maxsize=1024)
-def mark_of(dtype: torch.dtype, recorded: bool, number: int | None, wants_weights: bool) -> int:
+def mark_of(dtype: torch.dtype, grad_enabled: bool, number: int | None, wants_weights: bool) -> int:
     """Return the facts and the number of the dispatcher as a mark, which ``marks_agree`` compares.
 
     ``number`` is None in compiled code, which does not know its dispatcher. ``wants_weights`` says whether the weights
     of this rank require grad, which peers learn from the mark.
     """
     last = 0 if number is None else 1 + number % (MARKED_DISPATCHERS - 1)
-    call = digest(facts_of(dtype, recorded)) * MARKED_DISPATCHERS % WANTS_WEIGHTS + last
+    call = digest(facts_of(dtype, grad_enabled)) * MARKED_DISPATCHERS % WANTS_WEIGHTS + last
     return call + WANTS_WEIGHTS * wants_weights
 
 

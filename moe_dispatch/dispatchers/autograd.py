@@ -8,17 +8,13 @@ out to zero. ``Dispatch`` and ``Combine`` make eager calls differentiable. ``ope
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Size, Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch._recipes import RECIPES, Quantised
 from moe_dispatch._slots import Assigned, Slots
@@ -130,7 +126,7 @@ def start(
     real_rows: Tensor | None,
     valid_T: Tensor | None,
     slots: Slots | None,
-    recorded: bool,
+    grad_enabled: bool,
     wants_weights: bool = True,
     lease: Lease | None = None,
     async_op: bool = False,
@@ -151,7 +147,7 @@ def start(
         real_rows: int64, the indices of the rows to send; None sends all rows.
         valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
         slots: The expert slots in force; None if every rank holds its own experts only.
-        recorded: Whether the call records gradients.
+        grad_enabled: Whether the call records gradients.
         wants_weights: Whether the weights of the model require grad; in compiled code, True.
         lease: Lease of the dispatcher; None if an operator makes the dispatch.
         async_op: Whether the caller does other work before ``finish``.
@@ -161,10 +157,10 @@ def start(
         InputError: An id is invalid; or the ranks exchange counts, and another rank makes a different call.
         PeerError: The ranks exchange counts or sizes, and another rank refused its call.
     """
-    config, needs, facts = channel.config, channel.needs, facts_of(x_TD.dtype, recorded)
+    config, needs, facts = channel.config, channel.needs, facts_of(x_TD.dtype, grad_enabled)
     assigned, mark, number = None, None, None if lease is None else lease.number
     if needs.exchanges_counts:
-        mark = mark_of(x_TD.dtype, recorded, number, wants_weights)
+        mark = mark_of(x_TD.dtype, grad_enabled, number, wants_weights)
     asks, num_experts = not config.graph_safe, config.num_experts
     summed = channel.num_summed > 0 and not plan.settled
     try:
@@ -295,7 +291,7 @@ class Dispatch(torch.autograd.Function):
             raise double_backward("dispatch")
         if type(grad_RD) is not Tensor:
             check_plain("Dispatcher.dispatch", gradient=grad_RD)
-        state.lease.tell_watchdog()
+        state.lease.shared.announce(state.lease.name)
         # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
         with profiler_range("dispatch.backward"):
             grad_TD, grad_TK = state.route.dispatch_backward(grad_RD, grad_R)
@@ -330,7 +326,7 @@ class Combine(torch.autograd.Function):
             check_plain("Dispatcher.combine", gradient=grad)
         (weights_R, rows_RD), state = ctx.saved_tensors, ctx.state
         grad_TD = grad.reshape(state.num_rows, grad.shape[-1])
-        state.lease.tell_watchdog()
+        state.lease.shared.announce(state.lease.name)
         weights_R = weights_R if ctx.channel.config.weights == "combine" else None
         with profiler_range("combine.backward"):
             if state.real_rows is not None or state.padded != state.num_rows:
@@ -400,44 +396,3 @@ class _Tie(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise double_backward("dispatch")
         return grad, None
-
-
-def look_for_ddp(rows: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Warn if DistributedDataParallel manages parameters that the experts used. Return whether this could be seen.
-
-    It would overwrite the experts of one rank with those of another. A module does not know that it is wrapped, and the
-    names of parameters do not say which ones belong to experts. But during a forward, torch knows the wrapper, and the
-    autograd graph shows which parameters the experts used.
-
-    Args:
-        rows: (R, D), the argument of ``combine``.
-        group: The expert-parallel group.
-
-    Cost: a walk over the autograd graph of the experts.
-    """
-    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)  # torch has no public name for it
-    if wrapper is None or group is None or rows.grad_fn is None:
-        return False
-    seen, used, nodes = set[Any](), set[int](), [rows.grad_fn]
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen or isinstance(node, Dispatch._backward_cls):
-            continue
-        seen.add(node)
-        used.add(id(getattr(node, "variable", None)))  # a leaf is the variable of its node
-        nodes.extend(following for following, _ in node.next_functions)
-    ignored, parameters = wrapper.parameters_to_ignore, wrapper.module.named_parameters()
-    managed = [name for name, parameter in parameters if id(parameter) in used and name not in ignored]
-    shared = set[int]()
-    with suppress(KeyError):  # torch.distributed does not know a group that was made by hand
-        shared = {*dist.get_process_group_ranks(wrapper.process_group)} & {*dist.get_process_group_ranks(group)}
-    if managed and len(shared) > 1:
-        warnings.warn(
-            "Dispatcher.combine: DistributedDataParallel must leave out the parameters of experts, got "
-            f"{len(managed)} that it manages ({', '.join(managed[:3])}). It has copied the experts of one rank to "
-            "ranks that hold other experts, and it averages their gradients. Wrap the model as docs/training.md "
-            "shows: name these parameters in model._ddp_params_and_buffers_to_ignore first.",
-            UserWarning,
-            stacklevel=3,
-        )
-    return True

@@ -15,8 +15,8 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NoReturn, TypeVar, final
 
@@ -24,18 +24,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_dispatch._recorder import Recorder
+from moe_dispatch._observers import Observer, observe_groups
 from moe_dispatch._slots import Slots
 from moe_dispatch.backends.base import BackendContext, BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.communication import Communicator, control_device, device_types, own_device, raise_alike
-from moe_dispatch.config import ENVIRONMENT_PREFIX, LONGEST_WATCHDOG, SHORTEST_WATCHDOG, DispatcherConfig
+from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, shape_of
-from moe_dispatch.errors import BackendUnavailableError, ConfigError, StateError, shown
+from moe_dispatch.errors import BackendUnavailableError, ConfigError, StateError
 from moe_dispatch.permutation import choose_permutation
 from moe_dispatch.types import Capacity, Sizes
-from moe_dispatch.watchdog import watch_group
 
 Group = dist.ProcessGroup | DeviceMesh | None
 Result = TypeVar("Result")
@@ -57,7 +56,7 @@ _NO_RANGE = nullcontext()
 class Channel:
     """One backend, open on one group, for one config.
 
-    These attributes change later: ``checked``, the refcount ``users``, the capacity (in ``grow``), the recorder, and
+    These attributes change later: ``checked``, the refcount ``users``, the capacity (in ``grow``), ``observers``, and
     ``numbers``, which counts the dispatchers that the ranks have built on the channel.
 
     Attributes:
@@ -65,7 +64,7 @@ class Channel:
         row_counts: The policy of the config for the number of rows per rank; None if each rank may bring its own
             number, and neither the backend nor a number of chunks depends on the largest.
         capacity: Number of rows that the buffers of a dispatch hold; None if sizes follow the routing.
-        watches: The watchdogs of the groups, if there are any. They report the name of the dispatcher that calls.
+        observers: What observes the calls on this channel.
         checked: The kinds of tensors that ``check_call`` has found to fit.
         slots: The expert slots that a new dispatcher has; None if every rank holds its own experts only.
         agrees_on_rows: Whether the ranks settle sizes with a collective.
@@ -85,7 +84,7 @@ class Channel:
         self.config = config
         self.communicator = communicator
         self.control = control
-        self.watches = [watch for watch in (communicator.watch, control.watch) if watch is not None]
+        self.observers: list[Observer] = []
         self.shape = shape
         self.needs = needs
         self.options = options
@@ -94,7 +93,6 @@ class Channel:
         first = communicator.rank * shape.num_local_experts
         self.meter = Meter(shape.num_local_experts, config.num_experts, first)
         self.checked: set[object] = set()
-        self.recorder: Recorder | None = None
         self.users = 0
         self.numbers = itertools.count()
         self.capacity: Capacity | None = options.capacity(shape) if config.graph_safe else None
@@ -144,6 +142,11 @@ class Channel:
         own = own_device(self.communicator.group, chosen)
         return torch.empty(0, device=own).device  # with its number, as tensors have it
 
+    def announce(self, name: str) -> None:
+        """Tell what observes the groups that the dispatcher of this name makes the next collectives."""
+        for observer in (*self.communicator.observers, *self.control.observers):
+            observer.called(name)
+
     def sizes(self, largest: int) -> Sizes:
         """Return the sizes that follow from the largest row count of any rank."""
         return dataclasses.replace(self.needs.sizes(largest), capacity=self.capacity)
@@ -181,19 +184,14 @@ class Lease:
         """Give the dispatcher another name."""
         self.name = self.opened.meter.names[self.layer] = name
 
-    def tell_watchdog(self) -> None:
-        """Tell the watchdog, if there is one, that this dispatcher makes the next collectives."""
-        for watch in self.shared.watches:
-            watch.layer = self.name
-
     def release(self) -> None:
         """Give the share back. A second call does nothing."""
-        self.tell_watchdog()
+        self.shared.announce(self.name)
         if self._collected.detach() is not None:
             _release(self.opened, by_hand=True)
 
     def enter(self) -> Channel:
-        """Return the channel for a call, and tell the watchdog, if there is one, who calls.
+        """Return the channel for a call, and tell what observes the groups who calls.
 
         Raises:
             StateError: The share was given back.
@@ -205,9 +203,10 @@ class Lease:
                 f"Dispatcher: the dispatcher must be open, got a closed one of backend {self.shared.backend_name!r}. "
                 "Build another with build_dispatcher. [MD10]"
             )
-        if self.shared.watches:
-            self.tell_watchdog()
-        return self.shared
+        shared = self.shared
+        if shared.communicator.observers or shared.control.observers:
+            shared.announce(self.name)
+        return shared
 
     def use(self, slots: Slots) -> None:
         """Send the rows of later dispatches to these slots. They must be equal on all ranks, and fit the channel."""
@@ -283,8 +282,7 @@ def named_channel(name: str) -> Channel:
             f"moe_dispatch operators: channel {name!r} is not open. Keep the dispatcher open while code that was "
             "compiled with it, or a backward of it, still runs."
         )
-    for watch in channel.watches:
-        watch.layer = ""  # which dispatcher calls is not known here
+    channel.announce("")  # which dispatcher calls is not known here
     return channel
 
 
@@ -324,7 +322,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     process_group, control_group = _process_group(group), _process_group(control_group)
     if group is None and config.backend_name != "local" and _ranks_of_job() > 1:
         _warn_of_one_rank()
-    seconds, problem = _attempt(lambda: _watch(config, filter(None, (process_group, control_group)), name))
+    agreed, problem = _attempt(lambda: observe_groups(config, filter(None, (process_group, control_group)), name))
     communicator = Communicator(process_group)
     control = communicator if control_group is None else Communicator(control_group)
     if problem is None and (control.size, control.rank) != (communicator.size, communicator.rank):
@@ -338,7 +336,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     with _lock:
         lease = Lease(_channels[key], name) if key in _channels else None
     # Opening is collective. So if one rank must open the channel (its last dispatcher was collected), all ranks do.
-    facts = {**config.canonical, "watchdog": seconds}
+    facts = {**config.canonical, **(agreed or {})}
     (opens,) = raise_alike(control, problem, values=[int(lease is None)], facts=facts, label="build")
     if not opens:
         assert lease is not None
@@ -373,6 +371,12 @@ def _begin(lease: Lease) -> Lease:
     return lease
 
 
+def open_channels(group: dist.ProcessGroup | None) -> list[Channel]:
+    """Return the open channels whose ranks exchange something on a group."""
+    with _lock:
+        return [each for each in _channels.values() if group in (each.communicator.group, each.control.group)]
+
+
 def _ranks_of_job() -> int:
     """Return the number of ranks of the job, as torchrun says it before ``init_process_group``."""
     if dist.is_initialized():
@@ -387,37 +391,6 @@ def _warn_of_one_rank() -> None:
         "init_process_group first, and pass group=, such as torch.distributed.group.WORLD. Or choose "
         'backend="local".'
     )
-
-
-def _watch(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: str) -> float | None:
-    """Start watchdogs on the groups of the dispatcher ``name``, if config or environment ask for them.
-
-    Returns:
-        The time limit in seconds; None without a watchdog.
-
-    Raises:
-        ConfigError: The time limit is malformed, another open dispatcher of the group has a different time limit, or
-            the group has no store.
-    """
-    seconds, text = config.watchdog, os.environ.get(f"{ENVIRONMENT_PREFIX}WATCHDOG", "")
-    if seconds is None and text:
-        with suppress(ValueError):
-            seconds = float(text)
-        if seconds is None or not SHORTEST_WATCHDOG <= seconds <= LONGEST_WATCHDOG:
-            raise ConfigError(
-                f"{ENVIRONMENT_PREFIX}WATCHDOG must be a number of seconds from {SHORTEST_WATCHDOG} to "
-                f"{LONGEST_WATCHDOG:.0f}, got {shown(text)}."
-            )
-    if seconds is None:
-        return None
-    for group in groups:
-        watch = watch_group(group, seconds)
-        if watch.seconds != seconds and any(id(group) in key[:2] for key in _channels):
-            raise ConfigError(
-                f"watchdog must be {watch.seconds:g} as in the open dispatchers of the group, not {seconds:g}."
-            )
-        watch.seconds, watch.layer = seconds, name
-    return seconds
 
 
 def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_dispatch._observers import tell_combined
 from moe_dispatch._slots import Placement, load_slot_options
 from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
@@ -72,7 +73,6 @@ class Dispatcher(nn.Module):
             raise ConfigError(f"Dispatcher: pass {way_out}, not a {type(config).__name__}.")
         self.config = config
         self.name = name
-        self._has_seen_ddp = False
         with _real_tensors():
             self._lease = lease_channel(config, group, control_group, name)
             if torch.cuda.is_available():
@@ -219,9 +219,9 @@ class Dispatcher(nn.Module):
         lease = self._lease
         if again is not None:
             return self._dispatch_again(x, routing, plan, again)
-        if torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() and operators.is_recorded(lease)):
+        if torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() and operators.is_traced(lease)):
             return operators.trace_dispatch(lease, x, routing, self._layout_in(plan, x), plan)
-        recorded = torch.is_grad_enabled()
+        grad_enabled = torch.is_grad_enabled()
         try:
             channel = lease.enter()
             with profiler_range("dispatch"):
@@ -236,8 +236,8 @@ class Dispatcher(nn.Module):
                         checks.check_values(routing, layout.valid_T(len(x_TD), x.device), channel.config.num_experts)
                     known = plan if isinstance(plan, Plan) else checks.draft_plan(channel, layout, x)
                     real_rows, valid_T = (None, None) if layout.all_real else checks.rows_to_send(channel, known, x_TD)
-                    if channel.recorder is not None:
-                        channel.recorder.check(x, layout)
+                    for observer in channel.observers:
+                        observer.asked(x, layout)
                     weights_TK = autograd.anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
                     ids_TK, asks = routing.topk_ids, not channel.config.graph_safe
                     permutation = channel.context.permutations[type(ids_TK), ids_TK.device.type]
@@ -255,7 +255,7 @@ class Dispatcher(nn.Module):
                         real_rows=real_rows,
                         valid_T=valid_T,
                         slots=lease.slots,
-                        recorded=recorded,
+                        grad_enabled=grad_enabled,
                         wants_weights=routing.topk_weights.requires_grad,
                         lease=lease,
                         async_op=async_op,
@@ -263,8 +263,8 @@ class Dispatcher(nn.Module):
                     )
                     if routing.drift is not None:
                         channel.meter.record_drift(self.name, routing.drift)
-                    if channel.recorder is not None:
-                        channel.recorder.note(lease, self.name, x, routing, layout)
+                    for observer in channel.observers:
+                        observer.started(lease, x, routing, layout)
                 arrive = partial(receive, lease, departed, layout, x.shape, x_TD, weights_TK)
                 if not async_op:
                     return arrive()
@@ -373,8 +373,8 @@ class Dispatcher(nn.Module):
         try:
             with profiler_range("combine"):
                 rows = checks.check_combine(rows, sent.edge, channel)
-                if not self._has_seen_ddp and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-                    self._has_seen_ddp = autograd.look_for_ddp(rows, channel.communicator.group)
+                if channel.observers or getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+                    tell_combined(channel, state.lease, rows)
                 weights_R = autograd.anchor(sent.weights, channel)
                 y: Tensor = autograd.Combine.apply(rows, weights_R, state, channel)  # type: ignore[no-untyped-call]
                 return y

@@ -57,7 +57,7 @@ def dispatch(
     valid: Tensor | None,
     table: Sequence[Tensor],
     channel: str,
-    recorded: bool,
+    grad_enabled: bool,
     numbers: Sequence[int],
     anchor: Tensor | None,
 ) -> list[Tensor]:
@@ -71,7 +71,7 @@ def dispatch(
         valid: bool (T,), whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
         table: The tensors of the expert slots; empty if every rank holds its own experts only.
         channel: Name of the channel.
-        recorded: Whether the call records gradients.
+        grad_enabled: Whether the call records gradients.
         numbers: The five numbers of ``_flat_sizes``, and the number of the layer for the meter, or -1 if the call is
             compiled. If the first two are -1, the sizes are settled here.
         anchor: Tensor that ``anchor_for`` gives, so that the backward runs on every rank; None without peers.
@@ -87,8 +87,8 @@ def dispatch(
             f"Dispatcher: torch.compile needs a backend whose state is tensors, got {link.backend_name!r}. Keep both "
             'verbs out of the compiled region with torch.compiler.disable, or use backend "alltoall".'
         )
-    if link.recorder is not None:
-        link.recorder.refuse("torch.compile or selective checkpointing")
+    for observer in link.observers:
+        observer.traced()
     *sizes, layer = numbers
     given, routing = _sizes_from(sizes), Routing(ids, weights)
     if given.capacity is not None:
@@ -114,7 +114,7 @@ def dispatch(
             real_rows=real_rows,
             valid_T=valid,
             slots=load_slot_options().restored(table) if table else None,
-            recorded=recorded,
+            grad_enabled=grad_enabled,
             layer=layer,
         )
         arrived = finish(departed)
@@ -376,7 +376,7 @@ def _own(*tensors: Tensor) -> list[Tensor]:
     ]
 
 
-def is_recorded(lease: Lease) -> bool:
+def is_traced(lease: Lease) -> bool:
     """Return whether a mode of torch traces the call, or a selective checkpoint, which can save results of operators.
 
     Then a verb calls operators. Other calls go to the backend directly, which saves 20 to 50 us a call.

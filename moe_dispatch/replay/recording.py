@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from moe_dispatch._recorder import Note, Recorder
+from moe_dispatch._probing import require_plug_in
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.replay.cut import SequenceId
 from moe_dispatch.replay.entries import stored
 
 if TYPE_CHECKING:
+    from moe_dispatch.observers.recorder import Note
     from moe_dispatch.replay.table import RoutingTable
 
 
@@ -23,6 +24,10 @@ class Recording:
     """The dispatches of a ``with`` block, each with the names of its sequences. ``RoutingTable.record`` makes it."""
 
     def __init__(self, dispatchers: Mapping[int, Dispatcher], unknown: Callable[..., RoutingTable]) -> None:
+        require_plug_in("moe_dispatch.observers", "RoutingTable.record needs it. Make a table of arrays instead")
+        from moe_dispatch.observers.recorder import Recorder, has_recorder  # noqa: PLC0415 - other tables do not need it
+
+        self._is_recorded = has_recorder
         if not dispatchers:
             raise InputError("RoutingTable.record: there are no dispatchers. Pass those of the MoE layers.")
         self._layers: dict[Any, int] = {dispatcher._lease: number for number, dispatcher in dispatchers.items()}
@@ -34,18 +39,18 @@ class Recording:
         self._batches: list[tuple[tuple[SequenceId | None, ...], list[int]]] = []
 
     def __enter__(self) -> Recording:
-        if any(channel.recorder is not None for channel in self._channels):
+        if any(map(self._is_recorded, self._channels)):
             raise StateError(
                 "RoutingTable.record: another block that is still open records these dispatchers. Leave that block "
                 "first. It records all dispatchers of this config and group."
             )
         for channel, recorder in zip(self._channels, self._recorders, strict=True):
-            channel.recorder = recorder
+            channel.observers.append(recorder)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for channel in self._channels:
-            channel.recorder = None
+        for channel, recorder in zip(self._channels, self._recorders, strict=True):
+            channel.observers.remove(recorder)
 
     def micro_batch(self, sequences: Sequence[SequenceId | None]) -> None:
         """Name the sequences of the micro-batch whose forward comes next, in the order of its layout.

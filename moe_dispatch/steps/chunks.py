@@ -11,6 +11,7 @@ chunks exist at a time in the forward, and gradients keep them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -99,17 +100,14 @@ def _run_chunks(
     count = len(x_TD) if real_rows is None else len(real_rows)
     cuts = pairwise(count * number // whole.num_chunks for number in range(whole.num_chunks + 1))
     parts = [slice(*cut) if real_rows is None else real_rows[slice(*cut)] for cut in cuts]
-    channel = dispatcher._lease.shared
-    recorder, channel.recorder = channel.recorder, None  # a trace holds the whole call
-    try:
+    lease, y = dispatcher._lease, None
+    channel = lease.shared
+    with ExitStack() as stack:
+        for observer in channel.observers:
+            stack.enter_context(observer.whole(lease, x, routing, whole.layout))
         outputs = _outputs(dispatcher, run_experts, _chunks(channel, x_TD, routing, whole, parts, valid_T))
-        y = None
         for part in parts:
             y = _Put.apply(y, next(outputs), part, x.shape)  # type: ignore[no-untyped-call]
-    finally:
-        channel.recorder = recorder
-    if recorder is not None:
-        recorder.note(dispatcher._lease, dispatcher.name, x, routing, whole.layout)
     assert isinstance(y, Tensor)
     return y
 
@@ -151,8 +149,8 @@ def _settle(
             if type(x) is not Tensor:
                 check_plain("Dispatcher.dispatch", x=x)
             layout = dispatcher._layout_in(plan, x)
-            if channel.recorder is not None:
-                channel.recorder.check(x, layout)
+            for observer in channel.observers:
+                observer.asked(x, layout)
             x_TD = layout.flatten(x)
             checks.check_call(channel, x, x_TD, routing, plan)
             if has_sizes and channel.config.debug:

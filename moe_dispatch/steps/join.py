@@ -20,20 +20,20 @@ from typing import Any, NoReturn, cast, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._observers import CollectiveObserver, observers_of
 from moe_dispatch.backends.base import Arrived, Backend, Route
 from moe_dispatch.communication import (
     Communicator,
+    Work,
     control_device,
-    guards,
     raise_alike,
     raise_told,
     ranks_by_value,
     read_host,
     text_of,
 )
-from moe_dispatch.dispatchers import channel as channels
 from moe_dispatch.dispatchers.autograd import Departed
-from moe_dispatch.dispatchers.channel import Channel, standing_in
+from moe_dispatch.dispatchers.channel import Channel, open_channels, standing_in
 from moe_dispatch.dispatchers.checks import ROW_DTYPES, check_combine
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, receive
 from moe_dispatch.dispatchers.metrics import is_recomputation
@@ -176,6 +176,7 @@ class _Session:
     def __init__(self, experts: Mapping[Dispatcher, Experts]) -> None:
         self.is_open, self.in_exchange, self.failed = True, False, ""
         self.count = self.began = 0
+        self._guard = _Guard(self)
         self._last: tuple[Sequence[int], int | None] = (), None
         self.routes: weakref.WeakValueDictionary[int, _Route] = weakref.WeakValueDictionary()
         self._calls: dict[int, _Call] = {}
@@ -203,7 +204,7 @@ class _Session:
         except StateError as closed:
             return closed
         group = self.control.group
-        num_open = sum(each.users for each in [*channels._channels.values()] if each.control.group is group)
+        num_open = sum(each.users for each in open_channels(group) if each.control.group is group)
         for broken, rule in (
             (any(each.control.group is not group for each in self._channels), "all layers must have one group."),
             (
@@ -238,22 +239,16 @@ class _Session:
         by_name = [self._stand_in(channel, None) for channel in self._channels]  # for operators
         groups = {link.group for each in self._channels for link in (each.communicator, each.control)} - {None}
         with standing_in(by_lease, by_name):
-            guards.update(dict.fromkeys(groups, self._refuse))
+            for group in groups:
+                observers_of(group).append(self._guard)
             _of_thread.is_joined = True
             try:
                 yield
             finally:
                 self.is_open = _of_thread.is_joined = False
                 for group in groups:
-                    del guards[group]
+                    observers_of(group).remove(self._guard)
                 self._calls.clear()
-
-    def _refuse(self, label: str) -> None:
-        """Refuse a collective that was not announced."""
-        if not self.in_exchange:
-            raise StateError(
-                f"join: a rank that is done does not answer {label!r}. Make this call outside of the block."
-            )
 
     def agree(
         self, *message: int, layer: int | None = None, mark: int = _NOTHING, failure: str = ""
@@ -403,7 +398,7 @@ class _Session:
     ) -> None:
         """Start a dispatch without rows, or with padding where ranks bring equal numbers."""
         lease, channel = self._leases[number], self._channels[number]
-        lease.tell_watchdog()
+        lease.shared.announce(lease.name)
         sizes, device, serial = _sizes((padded, largest)), channel.device_of_rows(), self.count
         self.count += 1
         rows = channel.needs.brought(0, sizes)
@@ -483,6 +478,21 @@ class _Session:
             edge, weights = (_FreshTensor.apply(leaf) for leaf in call.leaves)  # type: ignore[no-untyped-call]
         quantised = None if sent.quantised is None else dataclasses.replace(sent.quantised, edge=edge)
         return dataclasses.replace(sent, edge=edge, weights=weights, quantised=quantised)
+
+
+@final
+class _Guard(CollectiveObserver):
+    """Refuses the collectives of a group that were not announced."""
+
+    def __init__(self, session: _Session) -> None:
+        self._session = session
+
+    def collective(self, label: str, nbytes: int, tensor: Tensor, start: Callable[[Any], Work], options: Any) -> Work:
+        if not self._session.in_exchange:
+            raise StateError(
+                f"join: a rank that is done does not answer {label!r}. Make this call outside of the block."
+            )
+        return start(options)
 
 
 def _flat(sizes: Sizes) -> list[int]:

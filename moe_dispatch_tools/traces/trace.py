@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field, Json, ValidationError
 from torch import Tensor
 
 from moe_dispatch import __version__
-from moe_dispatch._recorder import Note, Recorder
+from moe_dispatch._probing import require_plug_in
 from moe_dispatch.backends.base import Constraints
 from moe_dispatch.communication import raise_alike
 from moe_dispatch.config import DispatcherConfig
@@ -41,6 +41,7 @@ from moe_dispatch.types import Routing
 
 if TYPE_CHECKING:
     from moe_dispatch.dispatchers import Dispatcher
+    from moe_dispatch.observers.recorder import Note, Recorder
 
 # The index of a dtype is its code in a file, so new dtypes go to the end.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -167,16 +168,20 @@ class Trace:
         Cost: The start and the end of the block are collective. Inside the block, each dispatch copies ids, weights and
         lengths to the host without a host sync. A dispatch outside of a recording has no extra cost.
         """
+        require_plug_in("moe_dispatch.observers", "Trace.record needs it. Record no trace")
+        from moe_dispatch.observers.recorder import Recorder  # noqa: PLC0415 - other commands never need it
+
         channel, path = dispatcher._channel, Path(path)  # raises if closed
         raise_alike(channel.control, _problem(channel, path, steps), label="trace")
-        recorder = channel.recorder = Recorder(steps)
+        recorder = Recorder(steps)
+        channel.observers.append(recorder)
         try:
             yield
         except BaseException as error:
             _save_own_part(channel, recorder, path, error)
             raise
         finally:
-            channel.recorder = None
+            channel.observers.remove(recorder)
         try:
             _save(channel, recorder, path)
         except PeerError:
@@ -333,7 +338,9 @@ def _problem(channel: Channel, path: Path, steps: int) -> MoEDispatchError | Non
             file.check_writable(path)
     except MoEDispatchError as error:
         return error
-    if channel.recorder is not None:
+    from moe_dispatch.observers.recorder import has_recorder  # noqa: PLC0415 - as in Trace.record
+
+    if has_recorder(channel):
         return StateError(
             "Trace.record: only one block must record a channel at a time, got another block that is still open. "
             "Leave that block first. It records all dispatchers of this config and group."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +14,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import THD, Dispatcher, Routing, build_dispatcher
-from moe_dispatch.communication import Communicator
+from moe_dispatch._observers import CollectiveObserver, observers_of
+from moe_dispatch.communication import Work
 from moe_dispatch.replay import RoutingTable, replayed
 from moe_dispatch_testing import count_collectives
 from moe_dispatch_testing.ranks import run_ranks, thread_group
@@ -60,27 +60,31 @@ def side_by_side(layers: list[Layer], x: Tensor) -> Tensor:
     return sum((layer(x) for layer in layers), torch.zeros_like(x))
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
-    """The collectives of each rank, in their order. The watchdog knows which layer makes them."""
-    found: dict[int, list[str]] = defaultdict(list)
-    start = Communicator._start
+class Order(CollectiveObserver):
+    """Keeps the collectives of a rank in their order, and the layers that make them."""
 
-    def recorded(self: Communicator, *arguments: Any, label: str, **others: Any) -> Any:
-        assert self.watch is not None
-        found[self.rank].append(f"{label} of {self.watch.layer}")
-        return start(self, *arguments, label=label, **others)
+    def __init__(self) -> None:
+        self.layer, self.found = "", list[str]()
 
-    monkeypatch.setattr(Communicator, "_start", recorded)
-    return found
+    def called(self, name: str) -> None:
+        self.layer = name
+
+    def collective(self, label: str, nbytes: int, tensor: Tensor, start: Callable[[Any], Work], options: Any) -> Work:
+        self.found.append(f"{label} of {self.layer}")
+        return start(options)
 
 
 @pytest.mark.parametrize(("name", "arrange"), [*zip(BACKENDS, [side_by_side, checkpointed] * 4, strict=True)])
-def test_all_ranks_call_collectives_in_one_order(
-    name: str, arrange: Callable[[list[Layer], Tensor], Tensor], started: dict[int, list[str]]
-) -> None:
+def test_all_ranks_call_collectives_in_one_order(name: str, arrange: Callable[[list[Layer], Tensor], Tensor]) -> None:
     """Megatron #1810, #5749: two ranks were in different collectives, and the job hung after some hundred steps."""
-    run_ranks(lambda group: train(group, BACKENDS[name], arrange), len(ROWS))
+
+    def body(group: dist.ProcessGroup) -> list[str]:
+        order = Order()
+        observers_of(group).append(order)
+        train(group, BACKENDS[name], arrange)
+        return order.found
+
+    started = run_ranks(body, len(ROWS))
     assert started[0] == started[1] == started[2] == started[3]
     of_layers = ["combine.backward of layers.0", "combine.backward of layers.1"]
     assert name in ("deepep", "hybridep") or set(of_layers) <= set(started[0])  # their kernels are no collectives

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 
 from moe_dispatch import build_dispatcher
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.watchdog import RankNote, Watch, WatchedCall, watch_group, watch_of
+from moe_dispatch.observers.watchdog import RankNote, Watch, WatchedCall, watch_group, watch_of
 from moe_dispatch_testing import RankFailed, run_processes, run_ranks
 from moe_dispatch_testing.ranks import thread_group
 from tests.dispatchers.layer import (
@@ -147,7 +147,7 @@ def _interrupted_on_rank_0(group: Group) -> str:
         return watch.explain(watch.call)
     work, options = cast(dist.Work, _Interrupted()), dist.AllreduceOptions()
     with pytest.raises(KeyboardInterrupt):
-        watch.start("counts", 0, torch.zeros(1), lambda options: work, options).wait()
+        watch.collective("counts", 0, torch.zeros(1), lambda options: work, options).wait()
     time.sleep(1)
     return ""
 

@@ -7,7 +7,7 @@ layer, the closure that its backward runs again holds them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,20 +76,15 @@ def recorded_as_batch(dispatcher: Dispatcher, x_TD: Tensor, routing: Routing) ->
         x_TD: All rows of the batch. Ranks of a tensor-parallel group, which dispatch slices of them, record all.
         routing: Routing of all rows.
     """
-    channel, plans = dispatcher._channel, _PLANS.get()
-    recorder = channel.recorder
-    if recorder is None or not recorder.by_position or not plans:
+    observers, plans = dispatcher._channel.observers, _PLANS.get()
+    with ExitStack() as stack:
+        for observer in observers if plans else ():
+            if observer.by_position:
+                forward = plans[-1]
+                batch = x_TD.view(*forward.shape, x_TD.shape[1])
+                observer.asked(batch, forward.layout)
+                stack.enter_context(observer.whole(dispatcher._lease, batch, routing, forward.layout))
         yield
-        return
-    forward = plans[-1]
-    batch = x_TD.view(*forward.shape, x_TD.shape[1])
-    recorder.check(batch, forward.layout)
-    channel.recorder = None
-    try:
-        yield
-    finally:
-        channel.recorder = recorder
-    recorder.note(dispatcher._lease, dispatcher.name, batch, routing, forward.layout)
 
 
 def cut_in_force(replay: object) -> Cut | None:

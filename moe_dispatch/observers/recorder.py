@@ -1,19 +1,24 @@
-"""Record the routing of dispatches in copies on the host, which are written to a trace file at the end."""
+"""Record the routing of dispatches in copies on the host. A trace file or a ``RoutingTable`` is made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 from torch import Tensor
 
+from moe_dispatch._observers import Observer
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.layouts.base import is_host
 from moe_dispatch.layouts.encoding import arguments, encodable
 from moe_dispatch.types import Routing
+
+if TYPE_CHECKING:
+    from moe_dispatch.dispatchers.channel import Channel, Lease
 
 
 @final
@@ -45,7 +50,7 @@ class Note:
 
 
 @final
-class Recorder:
+class Recorder(Observer):
     """Keep the first ``steps`` dispatches of each dispatcher of a channel.
 
     Args:
@@ -60,35 +65,46 @@ class Recorder:
         self.by_position = by_position
         self.notes: list[Note] = []
         self._kept: dict[Hashable, int] = {}
+        self._in_whole = False
 
-    def check(self, x: Tensor, layout: Layout) -> None:
+    def asked(self, x: Tensor, layout: Layout) -> None:
         """Refuse a dispatch that cannot be recorded, before it starts.
 
         Raises:
             StateError: A CUDA graph is capturing the call.
             InputError: A trace cannot hold the layout.
         """
+        if self._in_whole:
+            return
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            self.refuse("a CUDA graph")
+            _refuse("a CUDA graph")
         if not encodable(layout):
             raise InputError(
                 f"Dispatcher.dispatch: a trace cannot hold a {type(layout).__name__}. Flatten x, and pass Rows()."
             )
 
-    def note(self, owner: Hashable, name: str, x: Tensor, routing: Routing, layout: Layout) -> None:
-        """Copy the input of one dispatch that no rank has refused, so all ranks record it.
+    def traced(self) -> None:
+        """Refuse a dispatch of an operator, which knows no layout.
+
+        Raises:
+            StateError: Always.
+        """
+        _refuse("torch.compile or selective checkpointing")
+
+    def started(self, lease: Lease, x: Tensor, routing: Routing, layout: Layout) -> None:
+        """Copy the input of a dispatch.
 
         A dispatch inside a backward is not recorded, because there a checkpoint repeats an earlier dispatch. After the
         first ``steps`` dispatches of a dispatcher, no more are recorded.
         """
-        kept = self._kept.get(owner, 0)
-        if kept >= self.steps or torch._C._current_graph_task_id() != -1:
+        kept = self._kept.get(lease, 0)
+        if self._in_whole or kept >= self.steps or torch._C._current_graph_task_id() != -1:
             return
-        self._kept[owner] = kept + 1
+        self._kept[lease] = kept + 1
         self.notes.append(
             Note(
-                owner=owner,
-                name=name,
+                owner=lease,
+                name=lease.name,
                 ids_TK=_to_host(routing.topk_ids.to(torch.int32)),
                 weights_TK=_to_host(routing.topk_weights.detach()),
                 shape=x.shape,
@@ -99,13 +115,28 @@ class Recorder:
             )
         )
 
-    def refuse(self, where: str) -> NoReturn:
-        """Raise an error about a dispatch whose routing the recorder cannot see.
+    @contextmanager
+    def whole(self, lease: Lease, x: Tensor, routing: Routing, layout: Layout) -> Iterator[None]:
+        """Record one dispatch at the end of the block, and none of those in the block."""
+        if self._in_whole:
+            yield
+            return
+        self._in_whole = True
+        try:
+            yield
+        finally:
+            self._in_whole = False
+        self.started(lease, x, routing, layout)
 
-        Raises:
-            StateError: Always.
-        """
-        raise StateError(f"Dispatcher.dispatch: calls inside {where} cannot be recorded. Record eager steps.")
+
+def has_recorder(channel: Channel) -> bool:
+    """Return whether a recorder is attached to a channel."""
+    return any(isinstance(observer, Recorder) for observer in channel.observers)
+
+
+def _refuse(where: str) -> NoReturn:
+    """Raise an error about a dispatch whose routing a recorder cannot see."""
+    raise StateError(f"Dispatcher.dispatch: calls inside {where} cannot be recorded. Record eager steps.")
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, final
 
@@ -37,7 +37,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from moe_dispatch.errors import ConfigError, LostPeerError
+from moe_dispatch._observers import CollectiveObserver, observers_of
+from moe_dispatch.communication import Work
+from moe_dispatch.config import ENVIRONMENT_PREFIX, LONGEST_WATCHDOG, SHORTEST_WATCHDOG, DispatcherConfig
+from moe_dispatch.dispatchers.channel import open_channels
+from moe_dispatch.errors import ConfigError, LostPeerError, shown
 
 logger = logging.getLogger("moe_dispatch")
 
@@ -74,7 +78,7 @@ class WatchedCall:
         self.move(RAISED)
         self._watch.raised = self.phase
 
-    def started(self, work: dist.Work, tensor: Tensor) -> WatchedCall:
+    def started(self, work: Work, tensor: Tensor) -> WatchedCall:
         """Keep the handle of the collective on ``tensor``, and return the call."""
         self._work, self._on_cpu = work, tensor.is_cpu
         self.move("after starting")
@@ -144,7 +148,7 @@ Notes = Sequence[RankNote | None]  # by rank; None for a rank that has written n
 
 
 @final
-class Watch:
+class Watch(CollectiveObserver):
     """Note the collectives of this rank on one process group, and write the notes to the store from a thread.
 
     Args:
@@ -189,8 +193,12 @@ class Watch:
     def _beat_seconds(self) -> float:
         return min(1.0, self.seconds / 5)
 
-    def start(
-        self, label: str, nbytes: int, tensor: Tensor, start: Callable[[Any], dist.Work], options: Any
+    def called(self, name: str) -> None:
+        """Note the dispatcher that makes the next calls."""
+        self.layer = name
+
+    def collective(
+        self, label: str, nbytes: int, tensor: Tensor, start: Callable[[Any], Work], options: Any
     ) -> WatchedCall:
         """Note that a collective on ``tensor`` begins, and start it with the time limit."""
         self.call = WatchedCall(self, self.call.number + 1, label, nbytes)
@@ -414,7 +422,33 @@ def _whereabouts(note: RankNote | None, finished: RankNote) -> str:
     return where if note.alive else f"without a sign of life, last seen {where}"
 
 
-_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
+def watch_groups(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: str) -> float:
+    """Watch the groups of the dispatcher ``name``, with the time limit of the config or else of the environment.
+
+    Returns:
+        The time limit in seconds.
+
+    Raises:
+        ConfigError: The time limit is malformed, another open dispatcher of a group has a different time limit, or a
+            group has no store that the watch can use.
+    """
+    seconds, text = config.watchdog, os.environ.get(f"{ENVIRONMENT_PREFIX}WATCHDOG", "")
+    if seconds is None:
+        with suppress(ValueError):
+            seconds = float(text)
+        if seconds is None or not SHORTEST_WATCHDOG <= seconds <= LONGEST_WATCHDOG:
+            raise ConfigError(
+                f"{ENVIRONMENT_PREFIX}WATCHDOG must be a number of seconds from {SHORTEST_WATCHDOG} to "
+                f"{LONGEST_WATCHDOG:.0f}, got {shown(text)}."
+            )
+    for group in groups:
+        watch = watch_group(group, seconds)
+        if watch.seconds != seconds and open_channels(group):
+            raise ConfigError(
+                f"watchdog must be {watch.seconds:g} as in the open dispatchers of the group, not {seconds:g}."
+            )
+        watch.seconds, watch.layer = seconds, name
+    return seconds
 
 
 def watch_group(group: dist.ProcessGroup, seconds: float) -> Watch:
@@ -423,19 +457,20 @@ def watch_group(group: dist.ProcessGroup, seconds: float) -> Watch:
     Raises:
         ConfigError: The group has no store that the watch can use.
     """
-    if (known := _watches.get(group)) is not None:
+    if (known := watch_of(group)) is not None:
         return known
     try:
-        watch = _watches[group] = Watch(group, seconds)
+        watch = Watch(group, seconds)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"watchdog={seconds:g} needs a process group whose store can be cloned ({str(error).splitlines()[0]}). "
             "Make the group with torch.distributed, or leave watchdog out."
         ) from error
+    observers_of(group).append(watch)
     weakref.finalize(group, watch.stop)
     return watch
 
 
 def watch_of(group: dist.ProcessGroup | None) -> Watch | None:
     """Return the watch of a group, or None."""
-    return None if group is None else _watches.get(group)
+    return next((each for each in observers_of(group) if isinstance(each, Watch)), None)

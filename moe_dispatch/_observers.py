@@ -1,0 +1,114 @@
+"""The seam for observers, which hear of calls and collectives. A call that nobody observes runs nothing of it.
+
+An ``Observer`` hears of the calls on a channel, and a ``CollectiveObserver`` of the collectives on a process group. A
+list holds those that are attached: ``Channel.observers``, and what ``observers_of`` returns for a group. The observers
+of this package are in ``moe_dispatch.observers``. They are imported when a config, a block or DistributedDataParallel
+asks for them. Everything else works without them.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_dispatch._probing import has_code, require_plug_in
+
+if TYPE_CHECKING:
+    from moe_dispatch.communication import Work
+    from moe_dispatch.config import DispatcherConfig
+    from moe_dispatch.dispatchers.channel import Channel, Lease
+    from moe_dispatch.layouts import Layout
+    from moe_dispatch.types import Routing
+
+
+class Observer:
+    """Hears of the calls on a channel. A subclass defines the methods that it needs; the others do nothing.
+
+    Attributes:
+        by_position: Whether it needs to know the sequence and the position of each row.
+    """
+
+    by_position = False
+
+    def asked(self, x: Tensor, layout: Layout) -> None:
+        """Hear that a dispatch begins. An exception refuses it, and peers are told where they can be."""
+
+    def traced(self) -> None:
+        """Hear that an operator makes a dispatch, in compiled code or selective checkpointing. It may raise."""
+
+    def started(self, lease: Lease, x: Tensor, routing: Routing, layout: Layout) -> None:
+        """Hear of a dispatch that no rank has refused, so all ranks hear of it."""
+
+    def whole(self, lease: Lease, x: Tensor, routing: Routing, layout: Layout) -> AbstractContextManager[None]:
+        """Hear of one dispatch at the end of the block, in place of those in the block, which send parts of it."""
+        return nullcontext()
+
+    def combined(self, lease: Lease, rows: Tensor) -> None:
+        """Hear of the rows that a combine brings back."""
+
+
+class CollectiveObserver:
+    """Hears of the collectives on a process group. A subclass defines the methods that it needs."""
+
+    def called(self, name: str) -> None:
+        """Hear that the dispatcher of this name makes the next collectives; "" if it is not known."""
+
+    def collective(self, label: str, nbytes: int, tensor: Tensor, start: Callable[[Any], Work], options: Any) -> Work:
+        """Start a collective, or raise to refuse it.
+
+        Args:
+            label: Name under which the call and its bytes are counted.
+            nbytes: Bytes that this rank sends to other ranks.
+            tensor: Tensor on the device of the collective.
+            start: Function that starts it.
+            options: Argument of ``start``: the options of the method of the group, such as its time limit.
+        """
+        return start(options)
+
+
+_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, list[CollectiveObserver]] = weakref.WeakKeyDictionary()
+
+
+def observers_of(group: dist.ProcessGroup | None) -> list[CollectiveObserver]:
+    """Return the list of what observes a group, to read or to change."""
+    return [] if group is None else _of_group.setdefault(group, [])
+
+
+def observe_groups(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: str) -> dict[str, float]:
+    """Attach what the config or the environment asks for to the groups of the dispatcher ``name``.
+
+    Returns:
+        What must be equal on all ranks, by field of the config.
+
+    Raises:
+        ConfigError: An observer cannot be attached.
+    """
+    if config.watchdog is None and not os.environ.get("MOE_DISPATCH_WATCHDOG"):
+        return {}
+    require_watchdog()
+    from moe_dispatch.observers.watchdog import watch_groups  # noqa: PLC0415 - other dispatchers never need it
+
+    return {"watchdog": watch_groups(config, groups, name)}
+
+
+def require_watchdog() -> None:
+    """Raise ConfigError if the folder of the watchdog is not there."""
+    require_plug_in("moe_dispatch.observers", "watchdog needs it. Leave that out")
+
+
+def tell_combined(channel: Channel, lease: Lease, rows: Tensor) -> None:
+    """Tell the observers of a channel about a combine. If DistributedDataParallel runs the model, one is attached."""
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None and has_code("moe_dispatch.observers"):
+        from moe_dispatch.observers.ddp import DDPObserver  # noqa: PLC0415 - other models never need it
+
+        if not any(isinstance(observer, DDPObserver) for observer in channel.observers):
+            channel.observers.append(DDPObserver())
+    for observer in channel.observers:
+        observer.combined(lease, rows)
