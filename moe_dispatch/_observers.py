@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,10 @@ class Observer:
     def combined(self, lease: Lease, rows: Tensor) -> None:
         """Hear of the rows that a combine brings back."""
 
+    def totals(self) -> Mapping[str, Mapping[str, int]]:
+        """Return what it adds to ``Metrics``: for each field, numbers by name of the dispatcher. May be a host sync."""
+        return {}
+
 
 class CollectiveObserver:
     """Hears of the collectives on a process group. A subclass defines the methods that it needs."""
@@ -92,15 +96,21 @@ def observe_groups(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup]
     """
     if config.watchdog is None and not os.environ.get("MOE_DISPATCH_WATCHDOG"):
         return {}
-    require_watchdog()
+    require_plug_in("moe_dispatch.observers", "MOE_DISPATCH_WATCHDOG needs it. Unset that")
     from moe_dispatch.observers.watchdog import watch_groups  # noqa: PLC0415 - other dispatchers never need it
 
     return {"watchdog": watch_groups(config, groups, name)}
 
 
-def require_watchdog() -> None:
-    """Raise ConfigError if the folder of the watchdog is not there."""
-    require_plug_in("moe_dispatch.observers", "watchdog needs it. Leave that out")
+def tell_started(channel: Channel, lease: Lease, x: Tensor, routing: Routing, layout: Layout) -> None:
+    """Tell the observers of a channel about a dispatch. If its routing was replayed, one that counts is attached."""
+    if routing.drift is not None:
+        require_plug_in("moe_dispatch.replay", "Routing.drift needs it. Leave that out")
+        from moe_dispatch.replay.drift import DriftObserver  # noqa: PLC0415 - other models never need it
+
+        _attach(channel, DriftObserver)
+    for observer in channel.observers:
+        observer.started(lease, x, routing, layout)
 
 
 def tell_combined(channel: Channel, lease: Lease, rows: Tensor) -> None:
@@ -108,7 +118,12 @@ def tell_combined(channel: Channel, lease: Lease, rows: Tensor) -> None:
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None and has_code("moe_dispatch.observers"):
         from moe_dispatch.observers.ddp import DDPObserver  # noqa: PLC0415 - other models never need it
 
-        if not any(isinstance(observer, DDPObserver) for observer in channel.observers):
-            channel.observers.append(DDPObserver())
+        _attach(channel, DDPObserver)
     for observer in channel.observers:
         observer.combined(lease, rows)
+
+
+def _attach(channel: Channel, kind: Callable[[Channel], Observer]) -> None:
+    """Attach an observer to a channel, unless one of its class is attached."""
+    if not any(type(observer) is kind for observer in channel.observers):
+        channel.observers.append(kind(channel))

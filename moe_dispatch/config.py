@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from moe_dispatch._observers import require_watchdog
 from moe_dispatch._probing import how_to_install, require_plug_in
 from moe_dispatch._recipes import RECIPES, RecipeName
 from moe_dispatch._slots import PlannerName, SlotOptions, load_slot_options
@@ -262,7 +261,7 @@ class DispatcherConfig(BaseModel):
         if self.chunk_tokens is not None:
             require_plug_in("moe_dispatch.steps", "chunk_tokens needs it. Leave that out")
         if self.watchdog is not None:
-            require_watchdog()
+            require_plug_in("moe_dispatch.observers", "watchdog needs it. Leave that out")
         if self.slot_options is not None:
             self.slot_options.check()
         return self

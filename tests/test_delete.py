@@ -77,16 +77,33 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             "import os\nos.environ['MOE_DISPATCH_WATCHDOG'] = '5'\n"
             "try:\n    build_dispatcher(DispatcherConfig(num_experts=8, top_k=2, hidden_size=16))\n"
             "finally:\n    del os.environ['MOE_DISPATCH_WATCHDOG']",
-            "ConfigError: moe_dispatch.observers is not installed. watchdog needs it. Leave that out, or install ",
+            "ConfigError: moe_dispatch.observers is not installed. MOE_DISPATCH_WATCHDOG needs it. Unset that, or ",
         ),
         (
             "from moe_dispatch.replay import RoutingTable\n"
             "RoutingTable.record([build_dispatcher(DispatcherConfig(num_experts=8, top_k=2, hidden_size=16))])",
             "ConfigError: moe_dispatch.observers is not installed. RoutingTable.record needs it. ",
         ),
+        (  # as in the forward of DistributedDataParallel, which nobody looks at then
+            "import torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
+            "dispatcher = build_dispatcher(DispatcherConfig(num_experts=8, top_k=2, hidden_size=16))\n"
+            "DDP._active_ddp_module = DDP\n"
+            "ids, weights = torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2)\n"
+            "sent = dispatcher.dispatch(torch.ones(1, 16), Routing(ids, weights))\n"
+            "dispatcher.combine(sent.rows, sent)\n"
+            "DDP._active_ddp_module = None",
+            "nothing",
+        ),
     ],
     "replay": [
-        ("from moe_dispatch.replay import RoutingTable", "ModuleNotFoundError: No module named 'moe_dispatch.replay'")
+        ("from moe_dispatch.replay import RoutingTable", "ModuleNotFoundError: No module named 'moe_dispatch.replay'"),
+        (
+            "import torch\n"
+            "ids, drift = torch.zeros(1, 2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)\n"
+            "config = DispatcherConfig(num_experts=8, top_k=2, hidden_size=16)\n"
+            "build_dispatcher(config).dispatch(torch.ones(1, 16), Routing(ids, torch.ones(1, 2), drift))",
+            "ConfigError: moe_dispatch.replay is not installed. Routing.drift needs it. ",
+        ),
     ],
     "steps": [
         (

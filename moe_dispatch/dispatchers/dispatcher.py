@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_dispatch._observers import tell_combined
+from moe_dispatch._observers import tell_combined, tell_started
 from moe_dispatch._slots import Placement, load_slot_options
 from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
@@ -261,10 +261,8 @@ class Dispatcher(nn.Module):
                         async_op=async_op,
                         layer=lease.layer,
                     )
-                    if routing.drift is not None:
-                        channel.meter.record_drift(self.name, routing.drift)
-                    for observer in channel.observers:
-                        observer.started(lease, x, routing, layout)
+                    if channel.observers or routing.drift is not None:
+                        tell_started(channel, lease, x, routing, layout)
                 arrive = partial(receive, lease, departed, layout, x.shape, x_TD, weights_TK)
                 if not async_op:
                     return arrive()

@@ -126,7 +126,6 @@ class Meter:
         # The real rows of each expert, by layer, with a last entry for empty slots; and the part of this rank's own.
         self._layers: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self._called = set[int]()
-        self._drift: dict[tuple[str, torch.device], Tensor] = {}
         self._turns: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 
     def add(self, name: str) -> int:
@@ -153,7 +152,7 @@ class Meter:
         event.record(stream)
         self._turns[device] = stream, event
 
-    def _zeros(self, what: str, device: torch.device, *shape: int) -> Tensor:
+    def zeros(self, what: str, device: torch.device, *shape: int) -> Tensor:
         """Make a counter, before a dispatch allocates anything else.
 
         Raises:
@@ -174,10 +173,10 @@ class Meter:
             StateError: The first call of the layer on the device is being captured in a CUDA graph.
         """
         if (layer, device) not in self._layers:
-            by_expert = self._zeros("", device, self._num_experts + 1)
+            by_expert = self.zeros("", device, self._num_experts + 1)
             if device not in self._counters:
                 shapes = (self._num_slots,), (), (3,), ()
-                self._counters[device] = tuple(self._zeros("", device, *shape) for shape in shapes)
+                self._counters[device] = tuple(self.zeros("", device, *shape) for shape in shapes)
             with torch.inference_mode(False):
                 self._layers[layer, device] = by_expert, by_expert[self._own]
 
@@ -235,38 +234,15 @@ class Meter:
             return torch.zeros(self._num_experts, dtype=torch.int64, device=default)
         return found[0] if len(found) == 1 else torch.stack([tokens.to(found[0].device) for tokens in found]).sum(0)
 
-    def record_drift(self, name: str, drift: Tensor) -> None:
-        """Count the slots of a replayed routing, ``Routing.drift``, for the dispatcher of this name. No sync.
-
-        Raises:
-            StateError: The first replay on the device is being captured in a CUDA graph.
-        """
-        if is_recomputation():
-            return
-        key = (name, drift.device)
-        if key not in self._drift:
-            self._drift[key] = self._zeros("replayed ", drift.device, 2)
-        with self.turn(drift.device):
-            self._drift[key].add_(drift)
-
-    def drift(self) -> tuple[Counter[str], Counter[str]]:
-        """Return the drifted and the replayed slots by name of the dispatcher. A host sync on a GPU."""
-        drifted, replayed = Counter[str](), Counter[str]()
-        for (name, _), counts in self._drift.items():
-            both = self._read(counts)
-            drifted[name] += both[0]
-            replayed[name] += both[1]
-        return drifted, replayed
-
     @property
     def copies(self) -> int:
         """Number of copies of experts on this rank so far. A host sync on a GPU."""
-        return sum(self._read(copies) for *_, copies in self._counters.values())
+        return sum(self.read(copies) for *_, copies in self._counters.values())
 
     @property
     def masked(self) -> int:
         """Number of rows masked so far. A host sync on a GPU."""
-        return sum(self._read(masked) for _, masked, *_ in self._counters.values())
+        return sum(self.read(masked) for _, masked, *_ in self._counters.values())
 
     def tokens(self) -> tuple[list[int], int, dict[str, list[int]]]:
         """Return the real rows of each expert, the padding of all experts, and the real rows by layer.
@@ -283,7 +259,7 @@ class Meter:
                 if layer in self._called:
                     name = self.names[layer]
                     by_layer[name] = [*map(sum, zip(by_layer.get(name, [0] * len(rows)), rows, strict=True))]
-        padding = sum(sum(self._read(padding)) for padding, *_ in self._counters.values())
+        padding = sum(sum(self.read(padding)) for padding, *_ in self._counters.values())
         return total if self.placed else total[self._own], padding, by_layer
 
     def needs(self) -> list[int]:
@@ -291,7 +267,7 @@ class Meter:
 
         They are the rows for its experts, the rows for one rank, and the invalid ids. A host sync on a GPU.
         """
-        needs = [self._read(needs) for _, _, needs, _ in self._counters.values()]
+        needs = [self.read(needs) for _, _, needs, _ in self._counters.values()]
         return [max(each) for each in zip([0, 0, 0], *needs, strict=True)]
 
     def forget_invalid_ids(self) -> None:
@@ -300,7 +276,8 @@ class Meter:
             with self.turn(device):
                 needs[2:].zero_()
 
-    def _read(self, counter: Tensor) -> Any:
+    def read(self, counter: Tensor) -> Any:
+        """Return the value of a counter. A host sync on a GPU."""
         with self.turn(counter.device):
             return counter.tolist()
 
@@ -314,11 +291,11 @@ def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
         +_total(link.bytes_sent for link in links),
         _total(link.calls for link in links),
         {"copies": meter.copies},
-        *meter.drift(),
+        {field: counts for observer in channel.observers for field, counts in observer.totals().items()},
     ]
     everyone = channel.control.gather_json(mine, label="metrics") if gather else [mine]
-    real, padding, layers, *others = zip(*everyone, strict=True)
-    rows, sent, calls, copies, drifted, replayed = map(_total, others)
+    real, padding, layers, *others, observed = zip(*everyone, strict=True)
+    rows, sent, calls, copies = map(_total, others)
     tokens = torch.tensor(real, dtype=torch.int64, device="cpu")
     ranks = tokens.sum(1)
     tokens = tokens.sum(0) if meter.placed else tokens.flatten()
@@ -338,8 +315,7 @@ def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
         collectives=dict(calls),
         expert_copies=copies["copies"],
         dispatches_left_uneven=rows["uneven"],
-        slots_replayed=dict(replayed),
-        slots_drifted=dict(drifted),
+        **{field: dict(_total(of.get(field, {}) for of in observed)) for field in ("slots_replayed", "slots_drifted")},
     )
 
 

@@ -15,7 +15,7 @@ from moe_dispatch._observers import Observer
 from moe_dispatch.dispatchers.autograd import Dispatch
 
 if TYPE_CHECKING:
-    from moe_dispatch.dispatchers.channel import Lease
+    from moe_dispatch.dispatchers.channel import Channel, Lease
 
 
 @final
@@ -29,20 +29,22 @@ class DDPObserver(Observer):
     Cost: a walk over the autograd graph of the experts, once for each dispatcher.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, channel: Channel) -> None:
+        self._group = channel.communicator.group
         self._seen: weakref.WeakSet[Lease] = weakref.WeakSet()
 
     def combined(self, lease: Lease, rows: Tensor) -> None:
         """Look at the parameters behind the rows, unless those of the dispatcher were looked at before."""
         wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)  # torch has no public name for it
-        group = lease.opened.communicator.group
-        if lease in self._seen or wrapper is None or group is None or rows.grad_fn is None:
+        if lease in self._seen or wrapper is None or self._group is None or rows.grad_fn is None:
             return
         self._seen.add(lease)
         managed = _managed(wrapper, rows)
         shared = set[int]()
         with suppress(KeyError):  # torch.distributed does not know a group that was made by hand
-            shared = {*dist.get_process_group_ranks(wrapper.process_group)} & {*dist.get_process_group_ranks(group)}
+            shared = {*dist.get_process_group_ranks(wrapper.process_group)} & {
+                *dist.get_process_group_ranks(self._group)
+            }
         if managed and len(shared) > 1:
             warnings.warn(
                 "Dispatcher.combine: DistributedDataParallel must leave out the parameters of experts, got "

@@ -67,6 +67,11 @@ class Recorder(Observer):
         self._kept: dict[Hashable, int] = {}
         self._in_whole = False
 
+    @staticmethod
+    def records(channel: Channel) -> bool:
+        """Return whether a recorder is attached to a channel."""
+        return any(isinstance(observer, Recorder) for observer in channel.observers)
+
     def asked(self, x: Tensor, layout: Layout) -> None:
         """Refuse a dispatch that cannot be recorded, before it starts.
 
@@ -127,11 +132,6 @@ class Recorder(Observer):
         finally:
             self._in_whole = False
         self.started(lease, x, routing, layout)
-
-
-def has_recorder(channel: Channel) -> bool:
-    """Return whether a recorder is attached to a channel."""
-    return any(isinstance(observer, Recorder) for observer in channel.observers)
 
 
 def _refuse(where: str) -> NoReturn:

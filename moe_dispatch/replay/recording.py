@@ -25,9 +25,8 @@ class Recording:
 
     def __init__(self, dispatchers: Mapping[int, Dispatcher], unknown: Callable[..., RoutingTable]) -> None:
         require_plug_in("moe_dispatch.observers", "RoutingTable.record needs it. Make a table of arrays instead")
-        from moe_dispatch.observers.recorder import Recorder, has_recorder  # noqa: PLC0415 - other tables do not need it
+        from moe_dispatch.observers.recorder import Recorder  # noqa: PLC0415 - other tables do not need it
 
-        self._is_recorded = has_recorder
         if not dispatchers:
             raise InputError("RoutingTable.record: there are no dispatchers. Pass those of the MoE layers.")
         self._layers: dict[Any, int] = {dispatcher._lease: number for number, dispatcher in dispatchers.items()}
@@ -39,7 +38,7 @@ class Recording:
         self._batches: list[tuple[tuple[SequenceId | None, ...], list[int]]] = []
 
     def __enter__(self) -> Recording:
-        if any(map(self._is_recorded, self._channels)):
+        if any(map(self._recorders[0].records, self._channels)):
             raise StateError(
                 "RoutingTable.record: another block that is still open records these dispatchers. Leave that block "
                 "first. It records all dispatchers of this config and group."

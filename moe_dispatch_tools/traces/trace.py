@@ -172,8 +172,8 @@ class Trace:
         from moe_dispatch.observers.recorder import Recorder  # noqa: PLC0415 - other commands never need it
 
         channel, path = dispatcher._channel, Path(path)  # raises if closed
-        raise_alike(channel.control, _problem(channel, path, steps), label="trace")
         recorder = Recorder(steps)
+        raise_alike(channel.control, _problem(channel, recorder, path), label="trace")
         channel.observers.append(recorder)
         try:
             yield
@@ -330,7 +330,7 @@ def config_from(fields: Mapping[str, Any], versions: Mapping[str, str], *, where
         ) from error
 
 
-def _problem(channel: Channel, path: Path, steps: int) -> MoEDispatchError | None:
+def _problem(channel: Channel, recorder: Recorder, path: Path) -> MoEDispatchError | None:
     """Return why this rank cannot record; None if it can."""
     try:
         file.safetensors_of("Trace.record")
@@ -338,15 +338,15 @@ def _problem(channel: Channel, path: Path, steps: int) -> MoEDispatchError | Non
             file.check_writable(path)
     except MoEDispatchError as error:
         return error
-    from moe_dispatch.observers.recorder import has_recorder  # noqa: PLC0415 - as in Trace.record
-
-    if has_recorder(channel):
+    if recorder.records(channel):
         return StateError(
             "Trace.record: only one block must record a channel at a time, got another block that is still open. "
             "Leave that block first. It records all dispatchers of this config and group."
         )
-    if steps < 1:
-        return InputError(f"Trace.record: steps must be 1 or more, got {steps}. Give the number of steps to record.")
+    if recorder.steps < 1:
+        return InputError(
+            f"Trace.record: steps must be 1 or more, got {recorder.steps}. Give the number of steps to record."
+        )
     return None
 
 

@@ -298,6 +298,21 @@ def test_copies_share_the_watch_and_have_names() -> None:
     assert run_ranks(body, 2) == [["teacher", "student"]] * 2
 
 
+def test_dispatchers_that_were_built_before_the_watch_have_names_too() -> None:
+    def body(group: Group) -> list[str]:
+        first = build_dispatcher(small_config(), group, name="first")
+        second = build_dispatcher(small_config(watchdog=5), group, name="second")
+        watch = watch_of(group)
+        assert watch is not None
+        layers = []
+        for one in (first, second):
+            identity_round(one)
+            layers.append(watch.call.phase.split("'")[1])
+        return layers
+
+    assert run_ranks(body, 2) == [["first", "second"]] * 2
+
+
 def test_both_groups_are_watched_where_a_control_group_is_given() -> None:
     store = HashStore()
 
