@@ -46,11 +46,12 @@ PUBLIC = {
         "Communicator Usable Rejected Volume SentBytes",
     ),
     "moe_dispatch.backends.rank_major": _names(experimental="RankMajorRoute arrive"),
-    "moe_dispatch.types": _names(experimental="InFlight QuantisedRows"),
+    "moe_dispatch.backends.wire": _names(experimental="WireFormat Encoded"),
+    "moe_dispatch.types": _names(experimental="InFlight"),
     "moe_dispatch.config": _names(experimental="ConstraintOverrides"),
     "moe_dispatch.quantised": _names(
         experimental="mx_tensor te_grouped_tensor torch_arguments blocked_scales deep_gemm_pair deep_gemm_layout "
-        "grouped_gemm quantised_gradient gradient_as",
+        "grouped_gemm quantised_gradient gradient_as QuantisedRows",
     ),
     "moe_dispatch.replay": _names(experimental="RoutingTable Cut Recording replayed SequenceId"),
     "moe_dispatch.balance": _names(

@@ -15,9 +15,9 @@ import torch
 from docs.stability import EXPERIMENTAL_FIELDS, PUBLIC
 from moe_dispatch._support import SUPPORT
 from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, known_backends, load_backend
-from moe_dispatch.backends.base import WireDtype, listed_sizes
+from moe_dispatch.backends.base import listed_sizes
 from moe_dispatch.backends.capacity import capacity_of
-from moe_dispatch.backends.wire import id_dtype_for, packet_format, row_format
+from moe_dispatch.backends.wire import WireDtype, id_dtype_for, packet_format, row_format
 
 ROOT = Path(__file__).parent.parent
 _PACKAGE = "moe_dispatch.backends."

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from moe_dispatch._probing import how_to_install, require_plug_in
-from moe_dispatch._recipes import RECIPES, RecipeName
 from moe_dispatch._slots import PlannerName, SlotOptions, load_slot_options
 from moe_dispatch._support import newer_format
-from moe_dispatch.backends.base import BackendOptions, PermutationName, WireDtype
+from moe_dispatch.backends.base import BackendOptions, PermutationName
 from moe_dispatch.backends.capacity import Factor
 from moe_dispatch.backends.registry import (
     AUTO,
@@ -28,8 +27,12 @@ from moe_dispatch.backends.registry import (
     load_backend,
     parse_backend,
 )
+from moe_dispatch.backends.wire import WireDtype, load_wire_options
 from moe_dispatch.communication import canonical_json
 from moe_dispatch.errors import ConfigError, did_you_mean, shown
+
+if TYPE_CHECKING:
+    from moe_dispatch.quantised.options import WireOptions
 
 ENVIRONMENT_PREFIX = "MOE_DISPATCH_"
 # Quantised grouped GEMMs need a row count for each expert that is a multiple of these numbers. mxfp8: the GEMM of the
@@ -178,8 +181,8 @@ class DispatcherConfig(BaseModel):
     balance_min_rows: Annotated[int, Field(ge=0)] | None = None
     pad_multiple: _Count | Literal["bf16", "fp8", "mxfp8", "nvfp4"] = 1
     weights: Literal["combine", "experts"] = "combine"
-    wire_dtype: WireDtype | None = None
-    grad_wire_dtype: RecipeName | None = None
+    wire_dtype: WireDtype | str | None = None
+    grad_wire_dtype: WireDtype | str | None = None
     deliver: Literal["rows", "quantised"] = "rows"
     row_counts: RowCounts | None = None
     max_tokens_per_rank: _Count | None = None
@@ -225,28 +228,8 @@ class DispatcherConfig(BaseModel):
         finite = ", ".join(f"{name}={bound!r}" for name, bound in bounds.items() if bound != "worst")
         given = ", ".join(filter(None, [finite, self.on_overflow and f"on_overflow={self.on_overflow!r}"]))
         static = self.row_counts_policy == "static"
-        recipe, quantised = RECIPES.get(self.wire_dtype), self.deliver == "quantised"
         for broken, rule in (
             (self.top_k > self.num_experts, f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts})."),
-            (
-                recipe is not None and self.hidden_size % recipe.block,
-                f'wire_dtype "{self.wire_dtype}": hidden_size ({self.hidden_size}) must be a multiple of '
-                f"{recipe and recipe.block}.",
-            ),
-            (
-                quantised and recipe is None,
-                f'deliver="quantised" needs wire_dtype {" or ".join(map(repr, RECIPES))}, got {self.wire_dtype!r}.',
-            ),
-            (
-                quantised and recipe is not None and self.pad_multiple_rows % recipe.row_multiple,
-                f'deliver="quantised": the grouped GEMMs for {self.wire_dtype} need pad_multiple to be a multiple of '
-                f"{recipe and recipe.row_multiple}, got {self.pad_multiple_rows}.",
-            ),
-            (
-                self.grad_wire_dtype not in (None, self.wire_dtype),
-                f"grad_wire_dtype must be None or the quantised wire_dtype, got {self.grad_wire_dtype!r} beside "
-                f"wire_dtype={self.wire_dtype!r}.",
-            ),
             (
                 static and self.max_tokens_per_rank is None,
                 'graph_safe and row_counts="static" need max_tokens_per_rank.',
@@ -264,6 +247,8 @@ class DispatcherConfig(BaseModel):
             require_plug_in("moe_dispatch.observers", "watchdog needs it. Leave that out")
         if self.slot_options is not None:
             self.slot_options.check()
+        if self.wire_options is not None:
+            self.wire_options.check(self)
         return self
 
     @cached_property
@@ -285,6 +270,13 @@ class DispatcherConfig(BaseModel):
         """What the config says about expert slots; None if every rank holds its own experts only."""
         given = self.balance is not None or self.balance_min_rows is not None or self.spare_experts_per_rank
         return load_slot_options()(self) if given or self.balance_bound != 1 else None
+
+    @cached_property
+    def wire_options(self) -> WireOptions | None:
+        """What the config says about the format of rows; None if they travel in their own dtype or in bfloat16."""
+        if self.wire_dtype in (None, "bfloat16") and self.grad_wire_dtype is None and self.deliver == "rows":
+            return None
+        return load_wire_options().of(self.wire_dtype, self.grad_wire_dtype, self.deliver)
 
     def spare_slots(self, ep_size: int) -> int:
         """Return the number of spare expert slots of each of ``ep_size`` ranks. One rank has nothing to balance."""

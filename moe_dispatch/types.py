@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from moe_dispatch._expert_rows import grouped_mm, split
-from moe_dispatch._recipes import RecipeName, Widen
 from moe_dispatch._slots import Placement
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
+
+if TYPE_CHECKING:
+    from moe_dispatch.quantised.rows import QuantisedRows
 
 
 def check_plain(where: str, **arguments: object) -> None:
@@ -196,69 +198,6 @@ class Plan:
         return self.footprint(dtype)
 
 
-class WidenedRows:
-    """Base with room for rows that are widened once.
-
-    They are no field of the dataclass: a copy by ``dataclasses.replace`` may have another edge, or must not share them.
-    """
-
-    __slots__ = ("_widened",)
-
-    _widened: Tensor
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
-class QuantisedRows(WidenedRows):
-    """The rows that this rank's experts work on, quantised as they travelled. ``moe_dispatch.quantised`` adapts them.
-
-    Attributes:
-        values: float8_e4m3fn (R, D), contiguous, grouped by expert; 0 on padding.
-        scales: (R, D / 32) in float8_e8m0fnu for "mxfp8", (R, D / 128) in float32 for "float8_e4m3fn". Contiguous, in
-            the order of the rows, not swizzled; 1 on padding. They have no gradient.
-        recipe: How the rows were quantised: the ``wire_dtype`` of the config.
-        tokens_per_expert: As in ``Dispatched``.
-        edge: (R, D) in the model's dtype: the place of these rows in the autograd graph. It has no memory but one NaN,
-            at which its strides of 0 point. An autograd function that reads ``values`` and ``scales`` takes the edge as
-            one more input, and returns the gradient of the rows for it, in the model's dtype.
-    """
-
-    values: Tensor
-    scales: Tensor
-    recipe: RecipeName
-    tokens_per_expert: Tensor
-    edge: Tensor
-
-    def _check_values(self) -> None:
-        """Raise InputError if something has converted the values, as FSDP2 does with the arguments of a module."""
-        if self.values.dtype != torch.float8_e4m3fn:
-            raise InputError(
-                f"QuantisedRows: values must be torch.float8_e4m3fn, got {self.values.dtype}. Give a module that takes "
-                "a Dispatched a MixedPrecisionPolicy with cast_forward_inputs=False."
-            )
-
-    @property
-    def offs(self) -> Tensor:
-        """The end of each expert's rows, as ``Dispatched.offs``."""
-        return self.tokens_per_expert.cumsum(0, dtype=torch.int32)
-
-    @property
-    def rows(self) -> Tensor:
-        """The rows in the model's dtype, (R, D). They are widened on the first read and kept."""
-        kept: Tensor | None = getattr(self, "_widened", None)
-        if (
-            kept is None
-            or (torch.is_grad_enabled() and self.edge.requires_grad > kept.requires_grad)
-            or (kept.is_inference() and not torch.is_inference_mode_enabled())
-        ):
-            self._check_values()
-            kept = Widen.apply(self.edge, self.values, self.scales)  # type: ignore[no-untyped-call]
-            object.__setattr__(self, "_widened", kept)
-        assert kept is not None
-        return kept
-
-
-@final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Dispatched:
     """The rows that this rank's experts work on, and the state that ``combine`` needs to bring them back.
@@ -266,8 +205,9 @@ class Dispatched:
     Under a placement, the experts of a rank are its expert slots: L is their number, and all counts are those of slots.
 
     Attributes:
-        edge: ``rows``. With ``deliver="quantised"`` it is ``quantised.edge``, which stands for the rows.
-        quantised: The rows as they travelled, with ``deliver="quantised"``; else None.
+        rows: The rows, (R, D) in the model's dtype, grouped by expert. Each expert has its real rows, in the order of
+            source rank and token, and then its zero padding. With ``deliver="quantised"`` they are widened on the first
+            read, and kept.
         tokens_per_expert: int64 (L,) on the device, rows of each expert with padding. An expert without tokens has 0.
         real_tokens_per_expert: int64 (L,) on the device, rows of each expert without padding.
         host_counts: ``tokens_per_expert`` on the host, if the dispatch had a host sync anyway; otherwise None, as in
@@ -278,10 +218,10 @@ class Dispatched:
             experts only. Under ``balance="exact"`` it is an ``ExactPlacement``; ``placement.read()`` has the same on
             the host.
         state: Private state of the dispatcher and the backend.
+        quantised: The rows as they travelled, with ``deliver="quantised"``; else None.
     """
 
-    edge: Tensor
-    quantised: QuantisedRows | None
+    rows: Tensor
     tokens_per_expert: Tensor
     real_tokens_per_expert: Tensor
     host_counts: tuple[int, ...] | None
@@ -289,19 +229,17 @@ class Dispatched:
     pad_multiple: int
     placement: Placement | None
     state: Any
+    quantised: QuantisedRows | None = None
 
     def __repr__(self) -> str:
-        rows = f"{str(self.edge.dtype).removeprefix('torch.')} {tuple(self.edge.shape)} on {self.edge.device}"
+        rows_RD = self.in_graph
+        rows = f"{str(rows_RD.dtype).removeprefix('torch.')} {tuple(rows_RD.shape)} on {rows_RD.device}"
         return f"Dispatched(rows={rows}, host_counts={self.host_counts}, pad_multiple={self.pad_multiple})"
 
     @property
-    def rows(self) -> Tensor:
-        """The rows, (R, D) in the model's dtype, grouped by expert.
-
-        Each expert has its real rows, in the order of source rank and token, and then its zero padding. With
-        ``deliver="quantised"`` they are widened on the first read, and kept.
-        """
-        return self.edge if self.quantised is None else self.quantised.rows
+    def in_graph(self) -> Tensor:
+        """``rows`` where only their shape, dtype, device and place in the autograd graph matter; not to be read."""
+        return self.rows
 
     @property
     def tokens_per_expert_list(self) -> tuple[int, ...] | None:
@@ -378,7 +316,7 @@ class Dispatched:
         if has_autocast and torch.is_autocast_enabled(device) and rows.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
             rows, weights = rows.to(dtype), weights.to(dtype)
-        num_experts, num_rows = self.tokens_per_expert.shape[0], self.edge.shape[0]
+        num_experts, num_rows = self.tokens_per_expert.shape[0], self.in_graph.shape[0]
         fits = rows.dim() == 2 and weights.dim() == 3 and weights.shape[:2] == (num_experts, rows.shape[1])
         fits = fits and rows.dtype == weights.dtype and rows.is_floating_point()
         # In a compiled region row counts are symbols, which cannot be compared.

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import final
 
-from moe_dispatch._recipes import RECIPES
 from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, Rejected, parse_backend
 from moe_dispatch.backends.base import listed_sizes
 from moe_dispatch_testing.case import BackendSpec, Case, run_case
@@ -207,10 +206,10 @@ def _broken_rule(needs: Constraints, scenario: Scenario, shape: MoEShape) -> str
         (needs.graph_safe or not scenario.graph_safe, "graph_safe False"),
         (needs.devices is None or "cpu" in needs.devices, f"devices {_listed(needs.devices)}"),
         (_is_carried(scenario, needs), f"dtypes {_listed(needs.dtypes)}"),
-        (scenario.wire_dtype in (None, *needs.wire_dtypes), f"wire_dtypes {_listed(needs.wire_dtypes)}"),
+        (needs.carries(scenario.wire_dtype), f"wire_dtypes {_listed(needs.wire_dtypes)}"),
         (
             needs.quantised_gradients == "can"
-            or scenario.wire_dtype not in RECIPES
+            or scenario.wire_dtype in (None, "bfloat16")
             or (needs.quantised_gradients == "must") == (scenario.grad_wire_dtype is not None),
             f"quantised_gradients {needs.quantised_gradients}",
         ),

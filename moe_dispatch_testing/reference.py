@@ -14,7 +14,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import WireDtype
 from moe_dispatch.types import Dispatched
 from moe_dispatch_testing.scenario import Batch, Experts, Scenario
 
@@ -35,9 +34,7 @@ class Expected:
     grad_bias_ED: Tensor
 
 
-def reference(
-    batch: Batch, experts: Experts, wire: WireDtype | None = None, grad_wire: WireDtype | None = None
-) -> Expected:
+def reference(batch: Batch, experts: Experts, wire: str | None = None, grad_wire: str | None = None) -> Expected:
     """Apply every expert to every row, weighted by the slots that name the expert.
 
     Args:
@@ -65,7 +62,7 @@ def reference(
     )
 
 
-def round_to_wire(x_TD: Tensor, wire: WireDtype | None) -> Tensor:
+def round_to_wire(x_TD: Tensor, wire: str | None) -> Tensor:
     """Round rows as if they travelled in ``wire``.
 
     Quantised columns share a scale, which is their largest magnitude / 448: with "float8_e4m3fn" 128 columns, and with

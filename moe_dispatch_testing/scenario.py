@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._recipes import RecipeName
 from moe_dispatch.backends import Constraints, MoEShape
-from moe_dispatch.backends.base import WireDtype
 from moe_dispatch.config import RowCounts
 from moe_dispatch.permutation import round_up
 from moe_dispatch_testing.input_layouts import INPUT_LAYOUTS
@@ -179,8 +177,8 @@ class Scenario:
     dtype: DtypeName = "float32"
     pad_multiple: int = 1
     weights: Literal["combine", "experts"] = "combine"
-    wire_dtype: WireDtype | None = None
-    grad_wire_dtype: RecipeName | None = None
+    wire_dtype: str | None = None
+    grad_wire_dtype: str | None = None
     deliver: Literal["rows", "quantised"] = "rows"
     schedule: str = "once"
     row_counts: tuple[RowCounts, ...] = ("agree",)

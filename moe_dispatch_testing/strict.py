@@ -8,7 +8,6 @@ from typing import final
 
 from torch import Tensor
 
-from moe_dispatch._recipes import Quantised
 from moe_dispatch.backends import (
     Arrived,
     Backend,
@@ -21,6 +20,7 @@ from moe_dispatch.backends import (
     Sizes,
     load_backend,
 )
+from moe_dispatch.backends.wire import Encoded
 from moe_dispatch.types import Capacity
 from moe_dispatch_testing.host_syncs import allow_host_syncs
 
@@ -108,7 +108,7 @@ class StrictRoute(Route):
     communicator: Communicator
     max_rows: int
 
-    def send(self, rows_TD: Tensor) -> Tensor | Quantised:
+    def send(self, rows_TD: Tensor) -> Tensor | Encoded:
         _check(self.communicator, self.max_rows, rows_TD)
         return self.inner.send(rows_TD)
 

@@ -24,8 +24,11 @@ from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "moe_dispatch"
-CALLS = [*itertools.product(("local", "allgather", "alltoall"), (False, True), ("BSHD", "THD"))]
-"""Backend, whether the call is graph-safe, and the layout. ``local`` has one rank, the others have two."""
+CALLS = [
+    *itertools.product(("local", "allgather", "alltoall"), (False, True), ("BSHD", "THD"), (None,)),
+    *itertools.product(("local", "alltoall"), (False, True), ("BSHD",), ("bfloat16",)),
+]
+"""Backend, whether the call is graph-safe, the layout and ``wire_dtype``. ``local`` has one rank, the others two."""
 
 CONFIG = "DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, backend={})"
 # What a user writes to get the capability of a folder, and the error without it.
@@ -93,6 +96,19 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             "dispatcher.combine(sent.rows, sent)\n"
             "DDP._active_ddp_module = None",
             "nothing",
+        ),
+    ],
+    "quantised": [
+        *(
+            (
+                f"DispatcherConfig(num_experts=8, top_k=2, hidden_size=128, {field})",
+                'ConfigError: moe_dispatch.quantised is not installed. Every wire_dtype but "bfloat16", grad_wire_',
+            )
+            for field in ("wire_dtype='mxfp8'", "grad_wire_dtype='mxfp8'", "deliver='quantised'")
+        ),
+        (
+            "from moe_dispatch.quantised import mx_tensor",
+            "ModuleNotFoundError: No module named 'moe_dispatch.quantised'",
         ),
     ],
     "replay": [
@@ -169,9 +185,11 @@ def on_threads(body: Callable[[int], Any]) -> list[Any]:
         return [*pool.map(body, range(2))]
 
 
-def call_once(package: Any, groups: list[Any], backend: str, graph_safe: bool, layout: str) -> str:
+def call_once(
+    package: Any, groups: list[Any], backend: str, graph_safe: bool, layout: str, wire_dtype: str | None
+) -> str:
     """Run a layer forward and backward, and return a digest of all results of all ranks."""
-    fields = {"graph_safe": True, "max_tokens_per_rank": 8} if graph_safe else {}
+    fields = {"wire_dtype": wire_dtype, **({"graph_safe": True, "max_tokens_per_rank": 8} if graph_safe else {})}
     config = package.DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, backend=backend, **fields)
 
     def body(rank: int) -> list[Tensor]:

@@ -122,7 +122,7 @@ def test_scales_for_deep_gemm_are_mn_major_and_aligned(fields: Fields) -> None:
 def test_layouts_for_deep_gemm(fields: Fields) -> None:
     sent = _sent(**fields)
     layout, ends = quantised.deep_gemm_layout(sent), quantised.deep_gemm_layout(sent, psum=True)
-    expected = torch.full((len(sent.edge),), -1, dtype=torch.int32)
+    expected = torch.full((len(sent.in_graph),), -1, dtype=torch.int32)
     for expert, (some, real) in enumerate(zip(_groups(sent), sent.real_tokens_per_expert.tolist(), strict=True)):
         expected[some.start : some.start + real] = expert
         assert int(ends[expert]) == some.start + real
@@ -249,9 +249,11 @@ def test_widened_rows_do_not_wait_for_the_backward(reads: str) -> None:
     sent = _sent(x, **GRADIENTS)
     before = _live_bytes(torch.bfloat16)
     if reads == "grouped_gemm":  # ``sent`` lives on
-        y = quantised.grouped_gemm(sent, weights, lambda sent, w: sent.rows.new_empty(len(sent.edge), 0))
+        y = quantised.grouped_gemm(sent, weights, lambda sent, w: sent.rows.new_empty(len(sent.in_graph), 0))
     else:
-        y = quantised.gradient_as(sent, sent.rows.new_empty(len(sent.edge), 0, requires_grad=True), quantised.mx_tensor)
+        y = quantised.gradient_as(
+            sent, sent.rows.new_empty(len(sent.in_graph), 0, requires_grad=True), quantised.mx_tensor
+        )
         del sent
         assert _live_bytes(torch.float8_e4m3fn) == 0  # the backward does not need them
     assert y.requires_grad

@@ -8,7 +8,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch._recipes import Quantised
 from moe_dispatch.backends.base import (
     Arrived,
     Backend,
@@ -17,12 +16,11 @@ from moe_dispatch.backends.base import (
     Constraints,
     MoEShape,
     Tables,
-    WireDtype,
     grouped_bytes,
 )
-from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
+from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.volume import SentBytes, Volume
-from moe_dispatch.backends.wire import dispatch_format, row_format
+from moe_dispatch.backends.wire import Encoded, back_wire, dispatch_format, row_format
 from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import accumulation_dtype, count_experts
 from moe_dispatch.types import Capacity, Sizes
@@ -36,10 +34,11 @@ class AllGatherOptions(BackendOptions):
     auto_reason = "sends more bytes"
 
     def constraints(self, shape: MoEShape) -> Constraints:
-        # Only rows that are sent out can be narrow, as quantised rows are. A reduce-scatter adds on the way back, so a
-        # narrow dtype would round at every hop.
+        # Only rows that are sent out can be narrow. A reduce-scatter adds on the way back, so bfloat16 would round at
+        # every hop.
         return Constraints(
             wire_dtypes=frozenset({"float8_e4m3fn", "mxfp8"}),
+            any_wire=True,
             quantised_gradients="can",
             delivers_quantised=True,
             equal_rows=True,
@@ -61,7 +60,7 @@ class AllGatherOptions(BackendOptions):
                 "dispatch.backward": copies * (hidden + shape.top_k) * wide.itemsize,
             },
             once_per_node=True,
-            row_dtypes=(dispatch_format(shape, dtype, wide).wire_dtype, wide),
+            row_dtypes=(dispatch_format(shape, dtype, wide).row.numbers, wide),
         )
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
@@ -77,11 +76,11 @@ class AllGatherOptions(BackendOptions):
 class AllGatherRoute(RankMajorRoute):
     """A route out by all-gather, and back by a reduce-scatter in ``max(float32, dtype)``, rounded once at the end."""
 
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor | Quantised:
+    def spread(self, rows_TD: Tensor, wire: str | None, *, label: str) -> Tensor | Encoded:
         comm, row = self.context.communicator, row_format(rows_TD.dtype, rows_TD.shape[1], wire)
         everyone = self.context.workspace.lend(self.index.num_rows, row.nbytes, device=rows_TD.device)
-        comm.all_gather(everyone, row.encode(rows_TD), label=label)
-        return row.received(everyone)
+        comm.all_gather(everyone, row.encoded(rows_TD), label=label)
+        return row.decode(everyone)
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from moe_dispatch._probing import Rejected, Usable
-from moe_dispatch._recipes import RECIPES, Quantised
 from moe_dispatch.backends.capacity import CapacityFactor, capacity_of, worst_rows
 from moe_dispatch.backends.volume import SentBytes, Volume
+from moe_dispatch.backends.wire import Encoded, WireDtype, row_format
 from moe_dispatch.backends.workspace import Workspace
 from moe_dispatch.communication import Communicator, read_host
 from moe_dispatch.errors import StateError
@@ -26,7 +26,6 @@ from moe_dispatch.types import Capacity, Sizes
 PROTOCOL = 1
 """Version of the contract between dispatchers and backends. A backend states the version it was written for."""
 
-WireDtype = Literal["bfloat16", "float8_e4m3fn", "mxfp8"]
 PermutationName = Literal["auto", "torch", "triton", "te"]
 DropOrder = Literal["weight", "position"]
 
@@ -66,6 +65,8 @@ class Constraints:
         counts_with_sizes: Whether the backend uses ``Sizes.tokens_per_expert``. If so, ranks that agree on the sizes of
             a dispatch sum the counts in the same exchange.
         wire_dtypes: Supported values of ``wire_dtype`` besides None.
+        any_wire: Whether rows travel as bytes that the backend does not look into, so that formats of other packages
+            are supported too.
         quantised_gradients: Whether gradient rows of combine can travel quantised, as ``MoEShape.grad_wire_dtype``; or
             must, if rows of dispatch do, because the route fixes the dtype of both.
         delivers_quantised: Whether the backend can deliver rows quantised as they travelled. If so, it does when
@@ -99,6 +100,7 @@ class Constraints:
     exchanges_counts: bool = False
     counts_with_sizes: bool = False
     wire_dtypes: frozenset[WireDtype] = frozenset()
+    any_wire: bool = False
     quantised_gradients: Literal["no", "can", "must"] = "no"
     delivers_quantised: bool = False
     graph_safe: bool = False
@@ -111,6 +113,10 @@ class Constraints:
     def most_rows(self) -> int | None:
         """Most rows that a rank may bring, padding included; None for no limit."""
         return None if self.max_rows is None else self.max_rows // self.row_multiple * self.row_multiple
+
+    def carries(self, wire: str | None) -> bool:
+        """Return whether rows can travel in the format of a ``wire_dtype``."""
+        return wire is None or wire in self.wire_dtypes or (self.any_wire and wire != "bfloat16")
 
     def padded(self, rows: int) -> int:
         """Return the number of rows that a rank with ``rows`` rows brings, padding included."""
@@ -147,7 +153,7 @@ class MoEShape:
         ep_size: P.
         pad_multiple: The number of rows per expert is rounded up to a multiple of this.
         wire_dtype: Dtype in which rows travel; None for their own dtype.
-        grad_wire_dtype: ``wire_dtype`` if the gradient rows of combine travel in this 8-bit dtype; None for at least
+        grad_wire_dtype: ``wire_dtype`` if the gradient rows of combine travel in this format; None for at least
             bfloat16.
         quantised: Whether experts get the rows quantised, as ``wire_dtype`` says.
         max_tokens_per_rank: Most rows that a rank brings, if the config states it.
@@ -165,8 +171,8 @@ class MoEShape:
     hidden_size: int
     ep_size: int
     pad_multiple: int
-    wire_dtype: WireDtype | None = None
-    grad_wire_dtype: WireDtype | None = None
+    wire_dtype: str | None = None
+    grad_wire_dtype: str | None = None
     quantised: bool = False
     max_tokens_per_rank: int | None = None
     ranks_per_node: int | None = None
@@ -259,11 +265,8 @@ def grouped_bytes(
     assert capacity is not None
     # A buffer that our permutation fills has one spare row, for slots without a place.
     grouped = capacity.buffer_rows if arrived_rows is None else capacity.buffer_rows + 1
-    recipe = RECIPES.get(shape.wire_dtype) if shape.quantised else None
-    row = shape.hidden_size * dtype.itemsize
-    if recipe is not None:
-        row = shape.hidden_size + recipe.scale_bytes(shape.hidden_size)
-    found = {"rows": grouped * row, "weights": grouped * wide}
+    row = row_format(dtype, shape.hidden_size, shape.wire_dtype if shape.quantised else None)
+    found = {"rows": grouped * row.nbytes, "weights": grouped * wide}
     if arrived_rows is not None:
         sizes_of_index = (shape.top_k, shape.num_local_experts, capacity.buffer_rows, shape.pad_multiple)
         found["index"] = index_bytes(arrived_rows, *sizes_of_index)
@@ -420,11 +423,11 @@ class Route(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def send(self, rows_TD: Tensor) -> Tensor | Quantised:
+    def send(self, rows_TD: Tensor) -> Tensor | Encoded:
         """Send other rows, (Tp, D), along the route of the dispatch, without an exchange of counts.
 
         Returns:
-            (R, D), expert-major; quantised if ``MoEShape.quantised``.
+            (R, D), expert-major; as they travelled if ``MoEShape.quantised``.
         """
 
     @abstractmethod
@@ -495,7 +498,7 @@ class Arrived:
     """The result of a backend's dispatch. The fields that are not described here are fields of ``Dispatched``.
 
     Attributes:
-        scales: Scales if ``MoEShape.quantised``, 1 on padding; ``rows`` are then the values. Otherwise None.
+        rows: The rows; as they travelled if ``MoEShape.quantised``.
         route: Route of this dispatch, for combine and the backwards.
         wants_weights: Whether the weights of some rank require grad. The marks of a dispatch tell it; a backend without
             marks leaves True.
@@ -504,7 +507,7 @@ class Arrived:
             this rank had for any one rank, or 0 if the backend has no ``pair_rows``.
     """
 
-    rows: Tensor
+    rows: Tensor | Encoded
     weights: Tensor
     tokens_per_expert: Tensor
     real_tokens_per_expert: Tensor
@@ -512,12 +515,6 @@ class Arrived:
     route: Route
     wants_weights: bool = True
     demand: Tensor | None = None
-    scales: Tensor | None = None
-
-    @property
-    def delivered(self) -> Tensor | Quantised:
-        """The rows, with their scales if they are quantised."""
-        return self.rows if self.scales is None else Quantised(self.rows, self.scales)
 
 
 def marks_agree(marks: Collection[int]) -> bool:

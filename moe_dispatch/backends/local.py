@@ -8,7 +8,6 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._recipes import Quantised
 from moe_dispatch.backends.base import (
     Arrived,
     Backend,
@@ -17,12 +16,11 @@ from moe_dispatch.backends.base import (
     Constraints,
     MoEShape,
     Tables,
-    WireDtype,
     grouped_bytes,
 )
-from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
+from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.volume import SentBytes, Volume
-from moe_dispatch.backends.wire import row_format
+from moe_dispatch.backends.wire import Encoded, back_wire, row_format
 from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import SlotIndex, count_experts
 from moe_dispatch.types import Capacity, Sizes
@@ -47,6 +45,7 @@ class LocalOptions(BackendOptions):
             group_sizes=frozenset({1}),
             group_sizes_hint='Use "alltoall", or pass group=None.',
             wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"}),
+            any_wire=True,
             quantised_gradients="can",
             delivers_quantised=True,
             min_rows=int(shape.graph_safe),  # the padding of a fixed-size buffer is copied from row 0
@@ -75,7 +74,7 @@ class LocalRoute(RankMajorRoute):
 
     exact: bool
 
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor | Quantised:
+    def spread(self, rows_TD: Tensor, wire: str | None, *, label: str) -> Tensor | Encoded:
         return row_format(rows_TD.dtype, rows_TD.shape[1], wire).carried(rows_TD)
 
     def collect(

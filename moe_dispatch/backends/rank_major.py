@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import cache
 from typing import final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch._recipes import Quantised, widen, widened_gradient
-from moe_dispatch.backends.base import Arrived, BackendContext, Route, WireDtype
+from moe_dispatch.backends.base import Arrived, BackendContext, Route
+from moe_dispatch.backends.wire import Encoded, back_wire
 from moe_dispatch.permutation import Permutation, SlotIndex
 
 __all__ = ["RankMajorRoute", "arrive"]
@@ -41,11 +40,8 @@ class RankMajorRoute(Route):
         return self.context.permutation_of(self.index.source_R)
 
     @abstractmethod
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor | Quantised:
-        """Send rows out in the dtype ``wire``. Return the rows that arrived, (S, D).
-
-        They are quantised, or have the dtype of the wire or of ``rows_TD``.
-        """
+    def spread(self, rows_TD: Tensor, wire: str | None, *, label: str) -> Tensor | Encoded:
+        """Send rows out in the format ``wire``. Return the rows that arrived, (S, D), as ``WireFormat.decode`` does."""
 
     @abstractmethod
     def collect(
@@ -65,7 +61,7 @@ class RankMajorRoute(Route):
         return self.index.num_grouped
 
     @final
-    def send(self, rows_TD: Tensor) -> Tensor | Quantised:
+    def send(self, rows_TD: Tensor) -> Tensor | Encoded:
         rows_SD = self.spread(rows_TD, self.context.shape.wire_dtype, label="dispatch")
         return expand(self, rows_SD, rows_TD.dtype)
 
@@ -82,48 +78,28 @@ class RankMajorRoute(Route):
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         shape = self.context.shape
-        wire = shape.grad_wire_dtype or back_wire(shape.wire_dtype)
-        grad_SD = self.spread(grad_TD, wire, label="combine.backward")
-        if isinstance(grad_SD, Quantised):
+        grad_SD = self.spread(grad_TD, shape.grad_wire_dtype or back_wire(shape.wire_dtype), label="combine.backward")
+        if not isinstance(grad_SD, Tensor):
             if weights_R is None:
                 grad_RD = expand(self, grad_SD, grad_TD.dtype)
-                return grad_RD if isinstance(grad_RD, Tensor) else widened_gradient(grad_RD, grad_TD.dtype), None
-            grad_SD = widen(grad_SD, grad_TD.dtype)
+                return grad_RD if isinstance(grad_RD, Tensor) else grad_RD.gradient(grad_TD.dtype), None
+            grad_SD = grad_SD.decoded(grad_TD.dtype)
         permutation = self.context.permutations[type(grad_SD), grad_SD.device.type]
         return permutation.expand_weighted(grad_SD, self.index, weights_R, rows_RD, grad_TD.dtype)
 
 
-@cache
-def back_wire(wire: WireDtype | None) -> WireDtype | None:
-    """Return the wire dtype of combined rows if rows are sent as ``wire``: at least bfloat16."""
-    return None if wire is None else "bfloat16"
-
-
-def expand(route: RankMajorRoute, rows_SD: Tensor | Quantised, dtype: torch.dtype) -> Tensor | Quantised:
-    """Copy the rows that arrived to their experts: rows of ``dtype``, or quantised rows if the config wants them so.
-
-    The padding of quantised rows has values of 0 and scales of 1.
-
-    Cost: with quantised rows, one pass over their values and one over their scales.
-    """
-    index = route.index
-    if isinstance(rows_SD, Tensor) or not route.context.shape.quantised:
-        rows_SD = rows_SD if isinstance(rows_SD, Tensor) else widen(rows_SD, dtype)
-        permutation = route.context.permutations[type(rows_SD), rows_SD.device.type]
-        return permutation.expand(rows_SD, index, dtype)
-    permutation = route.context.permutation_of(index.source_R)
-    values, scales = (permutation.expand(part.view(torch.uint8), index, torch.uint8) for part in rows_SD)
-    scales, one = (scales, 127) if rows_SD.scales.dtype == torch.float8_e8m0fnu else (scales.view(torch.float32), 1)
-    if index.filled_R is not None:
-        scales.masked_fill_((index.filled_R < 0).unsqueeze(1), one)
-    elif index.padding is not None:
-        scales.index_fill_(0, index.padding, one)
-    return Quantised(values.view(rows_SD.values.dtype), scales.view(rows_SD.scales.dtype))
+def expand(route: RankMajorRoute, rows_SD: Tensor | Encoded, dtype: torch.dtype) -> Tensor | Encoded:
+    """Copy the rows that arrived to their experts: rows of ``dtype``, or encoded rows if the config wants them so."""
+    context, index = route.context, route.index
+    if not isinstance(rows_SD, Tensor):
+        permutation = context.permutation_of(index.source_R)
+        return rows_SD.expand(permutation, index, dtype, as_sent=context.shape.quantised)
+    return context.permutations[type(rows_SD), rows_SD.device.type].expand(rows_SD, index, dtype)
 
 
 def arrive(
     route: RankMajorRoute,
-    rows_SD: Tensor | Quantised,
+    rows_SD: Tensor | Encoded,
     weights_SK: Tensor,
     dtype: torch.dtype,
     *,
@@ -134,7 +110,7 @@ def arrive(
 
     Args:
         route: Route with a new index, which knows its counts on the host, or on the device in graph-safe mode.
-        rows_SD: The rows, quantised or not, ordered by source rank.
+        rows_SD: The rows, encoded or not, ordered by source rank.
         weights_SK: Weights of their slots.
         dtype: Dtype of the rows that were sent.
         wants_weights: As in ``Arrived``.
@@ -145,12 +121,8 @@ def arrive(
     if demand is None and index.needed is not None:
         demand = torch.stack([index.needed, torch.zeros_like(index.needed)])
     real_L, padded_L, padded_list = index.tokens_per_key(weights_SK.device)
-    rows_RD, scales = expand(route, rows_SD, dtype), None
-    if isinstance(rows_RD, Quantised):
-        rows_RD, scales = rows_RD
     return Arrived(
-        rows=rows_RD,
-        scales=scales,
+        rows=expand(route, rows_SD, dtype),
         weights=index.to_grouped(weights_SK),
         tokens_per_expert=padded_L,
         real_tokens_per_expert=real_L,

@@ -1,18 +1,210 @@
-"""The byte format in which rows travel: the numbers of a row, then the weights and expert ids of its slots."""
+"""Wire formats, which write rows into the bytes that travel and read them again; and packets of a row with its slots.
+
+A format is one class with ``encode`` and ``decode``. The two here leave rows in a dtype of torch: their own, or
+bfloat16. The formats of 8 bits are those of ``moe_dispatch.quantised``, which is imported when a config asks for them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import final
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch._recipes import RECIPES, Quantised, Recipe, quantise_into, widen
-from moe_dispatch.backends.base import MoEShape, WireDtype
-from moe_dispatch.permutation import round_up
+from moe_dispatch._probing import require_plug_in
+from moe_dispatch.permutation.index import round_up
+
+if TYPE_CHECKING:
+    from moe_dispatch.backends.base import MoEShape
+    from moe_dispatch.permutation import Permutation, SlotIndex
+    from moe_dispatch.quantised.options import WireOptions
+    from moe_dispatch.types import Dispatched
+
+__all__ = ["Encoded", "WireFormat"]
+
+# For editors, which offer these names; names of other formats are as good.
+WireDtype = Literal["bfloat16", "float8_e4m3fn", "mxfp8"]
+
+
+class Encoded(Protocol):
+    """Rows that arrived and are still encoded, because their format can do better than to decode them at once.
+
+    For example, it decodes rows while it copies them to their experts, or hands them to experts as they travelled.
+    """
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """Return the rows in ``dtype``."""
+        ...
+
+    def expand(
+        self, permutation: Permutation, index: SlotIndex, dtype: torch.dtype, *, as_sent: bool
+    ) -> Tensor | Encoded:
+        """Copy the rows to their experts, as ``Permutation.expand`` does: in ``dtype``, or as they travelled."""
+        ...
+
+    def gradient(self, dtype: torch.dtype) -> Tensor:
+        """Return gradient rows in ``dtype`` for autograd."""
+        ...
+
+    def stand_in(self, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of ``dtype`` that takes the place of the rows in the autograd graph."""
+        ...
+
+    def added_to(self, sent: Dispatched, wire: str | None) -> Dispatched:
+        """Return the result of a dispatch with these rows; ``sent`` has only their stand-in."""
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """Return the rows as uint8 tensors, for ``WireFormat.restored``."""
+        ...
+
+
+class WireFormat(ABC):
+    """A format in which rows travel.
+
+    A format of another package is a subclass that defines ``nbytes``, ``encode`` and ``decode``, and an entry point of
+    the group ``moe_dispatch.wire_formats`` whose name is the ``wire_dtype``. Backends that move bytes carry it
+    (``Constraints.any_wire``). Both methods run with gradients off: the gradient of a format is the identity.
+
+    Args:
+        dtype: Dtype of the model's rows.
+        hidden: D.
+
+    Attributes:
+        hidden_multiple: The number of columns of a row must be a multiple of this.
+        tolerance: Largest error of a row that travelled, relative to its largest number, for ``self_test``.
+        numbers: Dtype of the numbers of an encoded row. Rows in packets are aligned to its size.
+        is_view: Whether ``decode`` only views rows as ``numbers``, which callers then do themselves.
+        nbytes: Number of bytes of an encoded row.
+    """
+
+    hidden_multiple: ClassVar[int] = 1
+    tolerance: ClassVar[float] = 0.0
+    is_view: ClassVar[bool] = False
+    numbers: torch.dtype = torch.uint8
+    nbytes: int
+
+    def __init__(self, dtype: torch.dtype, hidden: int) -> None:
+        self.dtype = dtype
+        self.hidden = hidden
+
+    @abstractmethod
+    def encode(self, rows_TD: Tensor, out: Tensor) -> None:
+        """Write rows to ``out``, uint8 (T, nbytes). The rows of a packet have a stride, because slots follow each."""
+
+    @abstractmethod
+    def decode(self, packets: Tensor) -> Tensor | Encoded:
+        """Return the rows of uint8 (T, nbytes), whose rows may have a stride.
+
+        The result may be a view. It has any floating dtype, because who reads it converts it. Or it is an ``Encoded``.
+        """
+
+    def encoded(self, rows_TD: Tensor) -> Tensor:
+        """Encode bare rows as uint8 (T, nbytes), which may be a view."""
+        out = torch.empty(rows_TD.shape[0], self.nbytes, dtype=torch.uint8, device=rows_TD.device)
+        self.encode(rows_TD, out)
+        return out
+
+    def carried(self, rows_TD: Tensor) -> Tensor | Encoded:
+        """Return rows that do not travel as their receiver would get them."""
+        return self.decode(self.encoded(rows_TD))
+
+    @final
+    def round_trip(self, rows_TD: Tensor) -> Tensor:
+        """Return rows as their receiver gets them, in the model's dtype."""
+        carried = self.carried(rows_TD)
+        return carried.to(self.dtype) if isinstance(carried, Tensor) else carried.decoded(self.dtype)
+
+    def part_bytes(self) -> Sequence[int]:
+        """Return the bytes of a row in each of ``Encoded.tensors``. Needed only for rows that stay encoded."""
+        raise NotImplementedError
+
+    @classmethod
+    def restored(cls, parts: Sequence[Tensor]) -> Encoded:
+        """Return rows from their ``Encoded.tensors``, which may have any dtype. Needed as ``part_bytes`` is."""
+        raise NotImplementedError
+
+
+class _InDtype(WireFormat):
+    """Rows travel as numbers of a dtype of torch."""
+
+    is_view = True
+
+    def __init__(self, dtype: torch.dtype, hidden: int, numbers: torch.dtype) -> None:
+        super().__init__(dtype, hidden)
+        self.numbers = numbers
+        self.nbytes = hidden * numbers.itemsize
+
+    @final
+    def encode(self, rows_TD: Tensor, out: Tensor) -> None:
+        out.view(self.numbers).copy_(rows_TD)
+
+    @final
+    def decode(self, packets: Tensor) -> Tensor:
+        return packets.view(self.numbers)
+
+
+@final
+class InBFloat16(_InDtype):
+    """Rows travel as bfloat16. So do the sums that come back, if rows travel in any other dtype than their own."""
+
+    tolerance = 8 * torch.finfo(torch.bfloat16).eps
+
+    def __init__(self, dtype: torch.dtype, hidden: int) -> None:
+        super().__init__(dtype, hidden, torch.bfloat16)
+
+
+@final
+class InOwnDtype(_InDtype):
+    """Rows travel as they are."""
+
+    def __init__(self, dtype: torch.dtype, hidden: int) -> None:
+        super().__init__(dtype, hidden, dtype)
+
+    def encoded(self, rows_TD: Tensor) -> Tensor:
+        # With 0 rows, and with one column of any stride, ``view`` could refuse the strides.
+        if rows_TD.shape[0] and rows_TD.stride(-1) == 1:
+            return rows_TD.contiguous().view(torch.uint8)
+        return super().encoded(rows_TD)
+
+    def carried(self, rows_TD: Tensor) -> Tensor:
+        return rows_TD
+
+
+_FORMATS: dict[str | None, type[WireFormat]] = {None: InOwnDtype, "bfloat16": InBFloat16}
+
+
+def wire_format(name: str | None) -> type[WireFormat]:
+    """Return the format of a ``wire_dtype``.
+
+    Raises:
+        ConfigError: There is no such format, or the plug-in is not installed.
+    """
+    found = _FORMATS.get(name)  # no cached function, because a traced call comes here
+    if found is None:
+        load_wire_options()
+        from moe_dispatch.quantised.formats import load_format  # noqa: PLC0415 - a plain call never needs it
+
+        assert name is not None
+        found = _FORMATS[name] = load_format(name)
+    return found
+
+
+@cache
+def row_format(dtype: torch.dtype, hidden: int, wire: str | None = None) -> WireFormat:
+    """Return the format of rows of ``hidden`` numbers of ``dtype`` that travel as ``wire``."""
+    return wire_format(wire)(dtype, hidden)
+
+
+@cache
+def back_wire(wire: str | None) -> str | None:
+    """Return the ``wire_dtype`` of combined rows if rows are sent as ``wire``: at least bfloat16."""
+    return None if wire is None else "bfloat16"
 
 
 @final
@@ -20,95 +212,44 @@ from moe_dispatch.permutation import round_up
 class PacketFormat:
     """The byte format of a row with its slots: ``[row | K weights | note | K ids]``.
 
-    ``row_format`` makes the format of a bare row, and ``packet_format`` adds the slots. Each part is aligned to the
-    size of its numbers. The note is one int32 for the backend's own use. For example, a packet of 5 bfloat16 numbers, 2
-    float32 weights, a note and 2 int16 ids has these bytes: row 0-9, gap 10-11, weights 12-19, note 20-23, ids 24-27.
-    So its stride is 28.
-
-    A quantised row is followed by its scales. With "float8_e4m3fn", a row of 256 numbers has 256 bytes of numbers and 8
-    bytes of scales, one float32 for 128 columns, as DeepEP's fp8 dispatch takes them. With "mxfp8" it has 8 bytes of
-    scales too, one e8m0 for 32 columns.
+    Each part is aligned to the size of its numbers. The note is one int32 for the backend's own use. For example, a
+    packet of 5 bfloat16 numbers, 2 float32 weights, a note and 2 int16 ids has these bytes: row 0-9, gap 10-11, weights
+    12-19, note 20-23, ids 24-27. So its stride is 28.
 
     Attributes:
-        dtype: Dtype in which the model computes.
-        hidden: D.
-        wire: Name of the dtype in which rows travel; None if it is ``dtype``.
-        wire_dtype: Dtype of the numbers that travel.
-        recipe: How rows are quantised; None if they are not.
-        nbytes: Number of bytes of a row, scales included.
+        row: Format of the row.
         stride: Number of bytes from one packet to the next.
-        top_k: K; 0 for a bare row.
+        top_k: K.
         weight_dtype: Dtype of the weights: float32, or float64 for float64 models; not used if weights do not travel.
         id_dtype: Dtype of the ids; not used if ids do not travel.
         widths: Numbers of bytes of the row, a gap, the weights, the note, the ids and a gap.
     """
 
-    dtype: torch.dtype
-    hidden: int
-    wire: WireDtype | None
-    wire_dtype: torch.dtype
-    recipe: Recipe | None
-    nbytes: int
+    row: WireFormat
     stride: int
-    top_k: int = 0
-    weight_dtype: torch.dtype = torch.float32
-    id_dtype: torch.dtype = torch.int32
-    widths: tuple[int, ...] = ()
-
-    def write(self, rows_TD: Tensor, out: Tensor) -> None:
-        """Encode rows into ``out``, uint8 (T, nbytes) of any row stride."""
-        if self.recipe is None:
-            out.view(self.wire_dtype).copy_(rows_TD)
-        else:
-            quantise_into(rows_TD, self.recipe, self.split(out))
-
-    def read(self, packets: Tensor) -> Tensor:
-        """Return the rows of uint8 packets as a view (T, D) in ``wire_dtype``. They must not be quantised."""
-        assert self.recipe is None
-        rows = packets if packets.shape[1] == self.nbytes else packets[:, : self.nbytes]
-        return rows.view(self.wire_dtype)
-
-    def split(self, packets: Tensor) -> Quantised:
-        """Return strided views of the quantised rows of uint8 packets."""
-        assert self.recipe is not None
-        values, scales = packets[:, : self.hidden], packets[:, self.hidden : self.nbytes]
-        return Quantised(values.view(self.wire_dtype), scales.view(self.recipe.scale_dtype))
-
-    def received(self, packets: Tensor) -> Tensor | Quantised:
-        """Return views of the rows of uint8 packets, quantised or not."""
-        return self.read(packets) if self.recipe is None else self.split(packets)
-
-    def encode(self, rows_TD: Tensor) -> Tensor:
-        """Encode bare rows as uint8 (T, nbytes). The result is a view if contiguous rows travel unchanged."""
-        # With 0 rows, and with one column of any stride, ``view`` could refuse the strides.
-        if self.wire is None and rows_TD.shape[0] and rows_TD.stride(-1) == 1:
-            return rows_TD.contiguous().view(torch.uint8)
-        out = torch.empty(rows_TD.shape[0], self.nbytes, dtype=torch.uint8, device=rows_TD.device)
-        self.write(rows_TD, out)
-        return out
-
-    def carried(self, rows_TD: Tensor) -> Tensor | Quantised:
-        """Return the rows as their receiver gets them."""
-        return rows_TD if self.wire is None else self.received(self.encode(rows_TD))
-
-    def round_trip(self, rows_TD: Tensor) -> Tensor:
-        """Return the rows as their receiver gets them, widened to the model's dtype."""
-        return widen(self.carried(rows_TD), self.dtype).to(self.dtype)
+    top_k: int
+    weight_dtype: torch.dtype
+    id_dtype: torch.dtype
+    widths: tuple[int, ...]
 
     def pack(self, rows_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """Write one packet per row, uint8 (T, stride)."""
         packets = torch.empty(rows_TD.shape[0], self.stride, dtype=torch.uint8, device=rows_TD.device)
         rows, _, weights, _, ids, _ = packets.split_with_sizes(self.widths, 1)  # faster than three slices
-        self.write(rows_TD, rows)
+        self.row.encode(rows_TD, rows)
         weights.view(self.weight_dtype).copy_(weights_TK)
         ids.view(self.id_dtype).copy_(ids_TK)
         return packets
 
-    def unpack(self, packets: Tensor) -> tuple[Tensor | Quantised, Tensor, Tensor]:
-        """Return the rows as ``received`` does, and strided views of weights and ids, each (T, K)."""
+    def unpack(self, packets: Tensor) -> tuple[Tensor | Encoded, Tensor, Tensor]:
+        """Return the rows as ``WireFormat.decode`` does, and strided views of weights and ids, each (T, K)."""
         rows, _, weights, _, ids, _ = packets.split_with_sizes(self.widths, 1)
-        received = rows.view(self.wire_dtype) if self.recipe is None else self.split(rows)
-        return received, weights.view(self.weight_dtype), ids.view(self.id_dtype)
+        decoded = rows.view(self.row.numbers) if self.row.is_view else self.row.decode(rows)
+        return decoded, weights.view(self.weight_dtype), ids.view(self.id_dtype)
+
+    def rows(self, packets: Tensor) -> Tensor:
+        """Return a strided view of the rows, (T, D), which must not be encoded otherwise than in a dtype of torch."""
+        return packets.split_with_sizes(self.widths, 1)[0].view(self.row.numbers)
 
     def weights(self, packets: Tensor) -> Tensor:
         """Return a strided view of the weights, (T, K)."""
@@ -124,20 +265,8 @@ class PacketFormat:
 
 
 @cache
-def row_format(dtype: torch.dtype, hidden: int, wire: WireDtype | None = None) -> PacketFormat:
-    """Return the format of bare rows of ``hidden`` numbers of ``dtype`` that travel as ``wire``."""
-    recipe = RECIPES.get(wire)
-    if recipe is not None:
-        nbytes = hidden + recipe.scale_bytes(hidden)
-        return PacketFormat(dtype, hidden, wire, torch.float8_e4m3fn, recipe, nbytes, nbytes)
-    wire_dtype = dtype if wire is None else torch.bfloat16
-    nbytes = hidden * wire_dtype.itemsize
-    return PacketFormat(dtype, hidden, wire, wire_dtype, None, nbytes, nbytes)
-
-
-@cache
 def packet_format(
-    row: PacketFormat,
+    row: WireFormat,
     top_k: int,
     weight_dtype: torch.dtype | None,
     id_dtype: torch.dtype | None = None,
@@ -149,11 +278,10 @@ def packet_format(
     note_at = weights_at + top_k * weight_bytes  # aligned for an int32, because a weight has 4 or 8 bytes
     ids_at = note_at + 4 * note
     ids_end = ids_at + top_k * id_bytes
-    stride = round_up(ids_end, max(weight_bytes, id_bytes, row.wire_dtype.itemsize))
+    stride = round_up(ids_end, max(weight_bytes, id_bytes, row.numbers.itemsize))
     edges = (0, row.nbytes, weights_at, note_at, ids_at, ids_end, stride)
     widths = tuple(end - begin for begin, end in pairwise(edges))
-    found = replace(row, stride=stride, top_k=top_k, widths=widths)
-    return replace(found, weight_dtype=weight_dtype or row.weight_dtype, id_dtype=id_dtype or row.id_dtype)
+    return PacketFormat(row, stride, top_k, weight_dtype or torch.float32, id_dtype or torch.int32, widths)
 
 
 @cache
@@ -168,3 +296,18 @@ def dispatch_format(
 def id_dtype_for(num_experts: int) -> torch.dtype:
     """Return the narrowest dtype that holds expert ids, -1, and the difference of any two ids."""
     return torch.int16 if 2 * num_experts <= torch.iinfo(torch.int16).max else torch.int32
+
+
+def load_wire_options() -> type[WireOptions]:
+    """Return the options class of the plug-in.
+
+    Raises:
+        ConfigError: The plug-in is not installed.
+    """
+    require_plug_in(
+        "moe_dispatch.quantised",
+        'Every wire_dtype but "bfloat16", grad_wire_dtype and deliver="quantised" need it. Leave them out',
+    )
+    from moe_dispatch.quantised.options import WireOptions  # noqa: PLC0415 - a plain call never needs it
+
+    return WireOptions

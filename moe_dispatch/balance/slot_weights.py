@@ -20,7 +20,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._recipes import Joined
 from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.balance.movement import (
     Movement,
@@ -104,18 +103,18 @@ class SlotWeights:
         moves = _moves_of(channel, sent, stacked[0].device, whole=False)
         if not moves.moves and moves.apart:
             landed = self._landed(sent, lease)
-            return landed, experts(_part(landed, slice(moves.num_own), landed.edge, landed.weights), *stacked)
+            return landed, experts(_part(landed, slice(moves.num_own), landed.in_graph, landed.weights), *stacked)
         finish = _exchange(channel, moves, stacked)
         landed = self._landed(sent, lease)
         buffer_BW = finish()
         del finish  # and with it what arrived and what was sent, before the experts need memory
         own, slots = _fetched(lease, moves, buffer_BW, stacked)
         outputs = _run_parts(landed, moves, experts, own, slots)
-        if torch.is_grad_enabled() and (landed.edge.requires_grad or slots[0].requires_grad):
+        if torch.is_grad_enabled() and (landed.in_graph.requires_grad or slots[0].requires_grad):
             recomputed = is_recomputation()  # its backward follows
             told = torch.zeros(2, dtype=torch.uint8, device="cpu")[int(recomputed) :][:1]
             first, again = buffer_BW.view(-1)[:1], (lease, moves, tuple(buffer_BW.shape))
-            outputs = _Leave.apply(outputs, landed.edge, slots[0], first, told, again, *stacked)  # type: ignore[no-untyped-call]
+            outputs = _Leave.apply(outputs, landed.in_graph, slots[0], first, told, again, *stacked)  # type: ignore[no-untyped-call]
             if not recomputed and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
                 buffer_BW.untyped_storage().resize_(0)
         return landed, outputs
@@ -142,7 +141,8 @@ class SlotWeights:
         landed = self._landed(sent, lease)
         _, slots = _fetched(lease, moves, finish(), stacked)
         if slots[0].requires_grad:
-            landed = dataclasses.replace(landed, weights=tie(landed.weights, slots[0]))
+            weights = tie(landed.weights, slots[0])
+            landed = dataclasses.replace(landed, rows=landed.in_graph, weights=weights)
         return landed, slots
 
     def _enter(self, sent: Dispatched | InFlight, stacked: Sequence[Tensor]) -> tuple[Lease, Channel]:
@@ -211,39 +211,30 @@ def _run_parts(
     if not own:
         return experts(landed, *slots)
     if not moves.num_slots:
-        return experts(_part(landed, slice(moves.num_own), landed.edge, landed.weights), *own)
+        return experts(_part(landed, slice(moves.num_own), landed.in_graph, landed.weights), *own)
     assert landed.host_counts is not None
     of_own = sum(landed.host_counts[: moves.num_own])
-    sizes = [of_own, len(landed.edge) - of_own]
-    parts = zip((own, slots), _split(moves), landed.edge.split(sizes), landed.weights.split(sizes), strict=True)
-    outputs: Tensor = Joined.apply(  # type: ignore[no-untyped-call]
-        *(
-            experts(_part(landed, some, edge, shares, begin), *weights)
-            for (weights, some, edge, shares), begin in zip(parts, (0, of_own), strict=True)
-        )
-    )
-    return outputs
+    sizes = [of_own, len(landed.in_graph) - of_own]
+    parts = zip((own, slots), _split(moves), landed.in_graph.split(sizes), landed.weights.split(sizes), strict=True)
+    outputs = [
+        experts(_part(landed, some, rows, shares, begin), *weights)
+        for (weights, some, rows, shares), begin in zip(parts, (0, of_own), strict=True)
+    ]
+    return torch.cat(outputs) if landed.quantised is None else landed.quantised.joined(outputs)
 
 
 def _split(moves: Moves) -> tuple[slice, slice]:
     return slice(moves.num_own), slice(moves.num_own, moves.num_own + moves.num_slots)
 
 
-def _part(landed: Dispatched, some: slice, edge: Tensor, weights: Tensor, begin: int = 0) -> Dispatched:
+def _part(landed: Dispatched, some: slice, rows: Tensor, weights: Tensor, begin: int = 0) -> Dispatched:
     """Return a dispatch with some of its slots only, whose rows start at ``begin``."""
     quantised, tokens_per_expert = landed.quantised, landed.tokens_per_expert[some]
     if quantised is not None:
-        rows = slice(begin, begin + len(edge))
-        quantised = dataclasses.replace(
-            quantised,
-            values=quantised.values[rows],
-            scales=quantised.scales[rows],
-            tokens_per_expert=tokens_per_expert,
-            edge=edge,
-        )
+        quantised = quantised.part(slice(begin, begin + len(rows)), tokens_per_expert)
     return dataclasses.replace(
         landed,
-        edge=edge,
+        rows=rows,
         quantised=quantised,
         weights=weights,
         tokens_per_expert=tokens_per_expert,

@@ -16,7 +16,6 @@ from typing import Any, final
 import torch
 from torch import Size, Tensor
 
-from moe_dispatch._recipes import RECIPES, Quantised
 from moe_dispatch._slots import Assigned, Slots
 from moe_dispatch.backends.base import Arrived, Route
 from moe_dispatch.communication import HostCopy, raise_alike
@@ -25,7 +24,7 @@ from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.types import Plan, QuantisedRows, check_plain
+from moe_dispatch.types import Plan, check_plain
 
 
 @final
@@ -243,29 +242,6 @@ def finish(departed: Departed) -> Arrived:
         raise problem
     channel.meter.record(arrived, departed)
     return arrived
-
-
-def edge_of(rows: Tensor | Quantised, dtype: torch.dtype) -> Tensor:
-    """Return the tensor that stands for expert rows in the autograd graph: the rows, if they are not quantised.
-
-    A quantised row has no gradient of its own dtype. So its edge is a tensor of ``dtype`` with the shape of the rows.
-    It is one NaN in memory, at which all its strides of 0 point.
-    """
-    if isinstance(rows, Tensor):
-        return rows
-    edge = torch.empty_strided(rows.values.shape, (0, 0), dtype=dtype, device=rows.values.device)
-    edge[:1, :1].fill_(float("nan"))
-    return edge
-
-
-def quantised_rows(
-    channel: Channel, rows: Tensor | Quantised, edge_RD: Tensor, tokens_per_expert: Tensor
-) -> QuantisedRows | None:
-    """Return what ``Dispatched.quantised`` is for rows that arrived, with their edge in the graph of this call."""
-    if isinstance(rows, Tensor):
-        return None
-    recipe = RECIPES[channel.config.wire_dtype].name
-    return QuantisedRows(**rows._asdict(), recipe=recipe, tokens_per_expert=tokens_per_expert, edge=edge_RD)
 
 
 class Dispatch(torch.autograd.Function):

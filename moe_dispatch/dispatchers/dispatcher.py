@@ -311,19 +311,15 @@ class Dispatcher(nn.Module):
                 if type(x) is not Tensor:
                     check_plain("Dispatcher.dispatch", x=x)
                 channel, x_TD = self._channel, state.layout.flatten(x)
-                checks.check_again(x_TD, state.num_rows, again.edge.device, channel)
+                checks.check_again(x_TD, state.num_rows, again.in_graph.device, channel)
                 assert state.padded is not None
                 with torch.no_grad():
                     arrived = state.route.send(autograd.pad(x_TD, state.real_rows, state.padded))
                 x_TD = autograd.anchor(x_TD, channel)
-                edge = autograd.edge_of(arrived, x_TD.dtype)
-                edge, _ = autograd.Dispatch.apply(x_TD, None, state, (edge, None))  # type: ignore[no-untyped-call]
-                return dataclasses.replace(
-                    again,
-                    edge=edge,
-                    quantised=autograd.quantised_rows(channel, arrived, edge, again.tokens_per_expert),
-                    weights=autograd.tie(again.weights, edge),
-                )
+                rows = arrived if isinstance(arrived, Tensor) else arrived.stand_in(x_TD.dtype)
+                rows, _ = autograd.Dispatch.apply(x_TD, None, state, (rows, None))  # type: ignore[no-untyped-call]
+                sent = dataclasses.replace(again, rows=rows, weights=autograd.tie(again.weights, rows))
+                return sent if isinstance(arrived, Tensor) else arrived.added_to(sent, channel.shape.wire_dtype)
         except Exception as error:
             self._name_in(error)
             raise
@@ -370,7 +366,7 @@ class Dispatcher(nn.Module):
         channel = state.lease.shared
         try:
             with profiler_range("combine"):
-                rows = checks.check_combine(rows, sent.edge, channel)
+                rows = checks.check_combine(rows, sent.in_graph, channel)
                 if channel.observers or getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
                     tell_combined(channel, state.lease, rows)
                 weights_R = autograd.anchor(sent.weights, channel)
@@ -582,16 +578,11 @@ def receive(
         wants_weights=weights_TK.requires_grad and arrived.wants_weights,
         route=arrived.route,
     )
-    edge, quantised = arrived.rows, None
-    if arrived.scales is not None:
-        edge = autograd.edge_of(arrived.delivered, x_TD.dtype)
-    received = (edge, arrived.weights)
-    edge, weights = autograd.Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
-    if arrived.scales is not None:
-        quantised = autograd.quantised_rows(departed.channel, arrived.delivered, edge, arrived.tokens_per_expert)
-    return Dispatched(
-        edge=edge,
-        quantised=quantised,
+    rows = arrived.rows if isinstance(arrived.rows, Tensor) else arrived.rows.stand_in(x_TD.dtype)
+    received = (rows, arrived.weights)
+    rows, weights = autograd.Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
+    sent = Dispatched(
+        rows=rows,
         tokens_per_expert=arrived.tokens_per_expert,
         real_tokens_per_expert=arrived.real_tokens_per_expert,
         host_counts=arrived.tokens_per_expert_list,
@@ -600,6 +591,9 @@ def receive(
         placement=None if departed.assigned is None else departed.assigned.placement,
         state=state,
     )
+    if isinstance(arrived.rows, Tensor):
+        return sent
+    return arrived.rows.added_to(sent, departed.channel.shape.wire_dtype)
 
 
 def _real_tensors() -> AbstractContextManager[Any]:

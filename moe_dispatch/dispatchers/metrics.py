@@ -182,7 +182,7 @@ class Meter:
 
     def record(self, arrived: Arrived, departed: Departed) -> None:
         """Count one dispatch. No sync. In place, so that replays write to the same counters."""
-        device = arrived.rows.device
+        device = arrived.weights.device
         if (departed.layer, device) not in self._layers:
             self.prepare(device, departed.layer)
         if departed.layer != _COMPILED:

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from moe_dispatch._custom_operators import operator
-from moe_dispatch._recipes import RECIPES, Quantised
 from moe_dispatch._slots import load_slot_options
 from moe_dispatch.backends.base import Route, Tables
+from moe_dispatch.backends.wire import Encoded, row_format, wire_format
 from moe_dispatch.communication import to_device
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import tell_peers
@@ -34,10 +34,8 @@ from moe_dispatch.dispatchers.autograd import (
     State,
     anchor_for,
     double_backward,
-    edge_of,
     finish,
     pad,
-    quantised_rows,
     start,
     trim,
 )
@@ -118,7 +116,7 @@ def dispatch(
             layer=layer,
         )
         arrived = finish(departed)
-    edge, *quantised = _results(arrived.delivered, rows.dtype)
+    edge, *quantised = _results(arrived.rows, rows.dtype)
     others = _own(arrived.weights, arrived.real_tokens_per_expert, *arrived.route.tensors())
     return [edge, *others[:2], *quantised, *others[2:]]
 
@@ -173,34 +171,30 @@ def _(rows: Tensor, weights: Tensor, *others: Any) -> list[Tensor]:
     return [torch.empty_like(weights), *_unfilled(named_channel(channel), rows, num_grouped)]
 
 
-def _results(rows: Tensor | Quantised, dtype: torch.dtype) -> list[Tensor]:
-    """Return rows that arrived as results of an operator: the edge of the rows, and quantised parts as uint8.
+def _results(rows: Tensor | Encoded, dtype: torch.dtype) -> list[Tensor]:
+    """Return rows that arrived as results of an operator: the rows, or their stand-in and their parts as uint8.
 
     An operator has no float8 results, because autograd would give them gradients of their own dtype.
     """
-    return (
-        [edge_of(rows, dtype), *_own(*(part.view(torch.uint8) for part in rows))]
-        if isinstance(rows, Quantised)
-        else _own(rows)
-    )
+    return _own(rows) if isinstance(rows, Tensor) else [rows.stand_in(dtype), *_own(*rows.tensors())]
 
 
 def _unfilled(link: Channel, rows: Tensor, grouped: int) -> list[Tensor]:
     """Return tensors like those of ``_results``, for tracing."""
     hidden = link.shape.hidden_size
-    recipe = RECIPES.get(link.shape.wire_dtype)
-    if recipe is None or not link.shape.quantised:
-        return [rows.new_empty(grouped, hidden)]
-    bytes_of = (rows.new_empty(grouped, width, dtype=torch.uint8) for width in (hidden, recipe.scale_bytes(hidden)))
-    return [rows.new_empty_strided((grouped, hidden), (0, 0)), *bytes_of]
-
-
-def _quantised(link: Channel, rows: Sequence[Tensor]) -> Tensor | Quantised:
-    """Return rows that arrived, from the results of ``_results``."""
     if not link.shape.quantised:
-        return rows[0]
-    scale_dtype = RECIPES[link.shape.wire_dtype].scale_dtype
-    return Quantised(rows[1].view(torch.float8_e4m3fn), rows[2].view(scale_dtype))
+        return [rows.new_empty(grouped, hidden)]
+    widths = row_format(rows.dtype, hidden, link.shape.wire_dtype).part_bytes()
+    parts = (rows.new_empty(grouped, width, dtype=torch.uint8) for width in widths)
+    return [rows.new_empty_strided((grouped, hidden), (0, 0)), *parts]
+
+
+def _with_parts(link: Channel, sent: Dispatched, parts: Sequence[Tensor]) -> Dispatched:
+    """Return the result of a dispatch with the parts of its rows, from the results of ``_results``."""
+    if not parts:
+        return sent
+    wire = link.shape.wire_dtype
+    return wire_format(wire).restored(parts).added_to(sent, wire)
 
 
 @operator
@@ -414,7 +408,7 @@ def trace_dispatch(
         if not torch.compiler.is_compiling():  # a kernel cannot be traced
             merge = channel.context.permutation_of(ids_TK).merge_slots
         ids_TK, weights_TK = merge(ids_TK, weights_TK, asks=capacity is None)
-    edge_RD, weights_R, real_L, *route = dispatch(
+    rows_RD, weights_R, real_L, *route = dispatch(
         x_TD,
         ids_TK,
         weights_TK,
@@ -429,13 +423,9 @@ def trace_dispatch(
     )
     pad_multiple = channel.shape.pad_multiple
     padded_L = real_L if pad_multiple == 1 else real_L + (-real_L % pad_multiple)
-    quantised = None
-    if channel.shape.quantised:
-        values, scales, *route = route
-        quantised = quantised_rows(channel, _quantised(channel, [edge_RD, values, scales]), edge_RD, padded_L)
-    return Dispatched(
-        edge=edge_RD,
-        quantised=quantised,
+    parts = route[:2] if channel.shape.quantised else []
+    sent = Dispatched(
+        rows=rows_RD,
         tokens_per_expert=padded_L,
         real_tokens_per_expert=real_L,
         host_counts=None,
@@ -450,9 +440,10 @@ def trace_dispatch(
             real_rows=real_rows,
             padded=None,
             wants_weights=True,
-            tensors=tuple(route),
+            tensors=tuple(route[len(parts) :]),
         ),
     )
+    return _with_parts(channel, sent, parts)
 
 
 def _check_traced(channel: Channel, x: Tensor, routing: Routing | None) -> Routing:
@@ -477,19 +468,17 @@ def trace_dispatch_again(x: Tensor, again: Dispatched) -> Dispatched:
     """Run ``Dispatcher.dispatch(x, again=again)`` if an operator made the first dispatch."""
     state: State = again.state
     channel = state.lease.enter()
-    weights, *arrived = dispatch_again(
+    weights, rows, *parts = dispatch_again(
         state.layout.flatten(x),
         again.weights,
         state.tensors,
         state.real_rows,
         channel.name,
         state.num_rows,
-        again.edge.shape[0],
+        again.in_graph.shape[0],
         anchor_for(x, channel),
     )
-    edge = arrived[0]
-    quantised = quantised_rows(channel, _quantised(channel, arrived), edge, again.tokens_per_expert)
-    return dataclasses.replace(again, edge=edge, quantised=quantised, weights=weights)
+    return _with_parts(channel, dataclasses.replace(again, rows=rows, weights=weights), parts)
 
 
 def trace_combine(rows: Tensor, sent: Dispatched) -> Tensor:
@@ -497,7 +486,7 @@ def trace_combine(rows: Tensor, sent: Dispatched) -> Tensor:
     state: State = sent.state
     channel = state.lease.enter()
     check_plain("Dispatcher.combine", rows=rows)
-    rows = rows.to(sent.edge.dtype)
+    rows = rows.to(sent.in_graph.dtype)
     y_TD = combine(rows, sent.weights, state.tensors, state.real_rows, channel.name, state.num_rows)
     return state.layout.unflatten(y_TD, state.shape)
 

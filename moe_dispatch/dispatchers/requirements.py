@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from moe_dispatch._probing import Rejected
-from moe_dispatch._recipes import RECIPES
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape, listed_sizes
 from moe_dispatch.backends.registry import known_backends, probe_backend
 from moe_dispatch.config import DispatcherConfig
@@ -87,18 +86,11 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
     if needs.group_sizes is not None and shape.ep_size not in needs.group_sizes:
         allowed = listed_sizes(needs.group_sizes)
         raise ConfigError(f"{where}: ep_size must be one of {allowed}, got {shape.ep_size}. {needs.group_sizes_hint}")
-    if config.wire_dtype is not None and config.wire_dtype not in needs.wire_dtypes:
+    if not needs.carries(config.wire_dtype):
         offered = ", ".join(repr(dtype) for dtype in (None, *sorted(needs.wire_dtypes)))
         raise ConfigError(f"{where}: wire_dtype must be one of {offered}, got {config.wire_dtype!r}.")
-    if shape.grad_wire_dtype is not None and needs.quantised_gradients == "no":
-        raise ConfigError(f"{where}: it cannot send gradients in 8 bits. Set grad_wire_dtype=None.")
-    if config.wire_dtype in RECIPES and shape.grad_wire_dtype is None and needs.quantised_gradients == "must":
-        raise ConfigError(
-            f"{where}: its routes keep the dtype of the rows, so gradients of combine must have it too, got "
-            f'wire_dtype="{config.wire_dtype}" without grad_wire_dtype. Set grad_wire_dtype="{config.wire_dtype}".'
-        )
-    if shape.quantised and not needs.delivers_quantised:
-        raise ConfigError(f'{where}: it cannot deliver quantised rows. Set deliver="rows", or use another backend.')
+    if config.wire_options is not None:
+        config.wire_options.check_backend(where, needs)
     if config.device is not None and needs.devices is not None and config.device not in needs.devices:
         offered = ", ".join(sorted(needs.devices))
         raise ConfigError(f"{where}: device must be one of {offered}, got {config.device!r}. Use another backend.")

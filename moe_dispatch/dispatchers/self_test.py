@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_dispatch._recipes import RECIPES
+from moe_dispatch.backends.wire import wire_format
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Routing
@@ -33,10 +33,8 @@ def run_self_test(dispatcher: Dispatcher, device: torch.device, dtype: torch.dty
     # The caller may have turned gradients off. They are part of the test, unless the backend has none.
     with torch.inference_mode(False), torch.set_grad_enabled(channel.needs.differentiable):
         mine = _differences(dispatcher, device, dtype)
-    carried = torch.bfloat16 if config.wire_dtype == "bfloat16" else dtype
-    tolerance = 8 * max(torch.finfo(each).eps for each in (carried, dtype, torch.float32))
-    if config.wire_dtype in RECIPES:
-        tolerance = 0.08
+    of_dtype = 8 * max(torch.finfo(each).eps for each in (dtype, torch.float32))
+    tolerance = max(of_dtype, wire_format(config.wire_dtype).tolerance)
     for rank, differences in enumerate(channel.control.gather_json(mine, label="self_test")):
         for what, difference in differences.items():
             if not difference <= tolerance:

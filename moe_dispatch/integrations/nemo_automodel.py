@@ -13,8 +13,8 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch._recipes import RECIPES
 from moe_dispatch.backends.registry import BackendName
+from moe_dispatch.backends.wire import wire_format
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
@@ -62,8 +62,8 @@ def use_moe_dispatch(*, backend: BackendName | str | dict[str, Any] = "auto", **
 
 def _config(*, num_experts: int = 1, top_k: int = 1, **options: Any) -> DispatcherConfig:
     """Return a checked config with sizes that are known later: by default all of them, and always the hidden size."""
-    fits_all = max(recipe.block for recipe in RECIPES.values())
-    return DispatcherConfig(num_experts=num_experts, top_k=top_k, hidden_size=fits_all, weights="experts", **options)
+    fits = wire_format(options.get("wire_dtype")).hidden_multiple
+    return DispatcherConfig(num_experts=num_experts, top_k=top_k, hidden_size=fits, weights="experts", **options)
 
 
 def _runs_experts(config: DispatcherConfig) -> bool:

@@ -441,7 +441,7 @@ class _Session:
             sent = self._finish(call)
             with torch.enable_grad(), call.autocast:
                 outputs = self._experts[call.number](sent)
-                outputs = check_combine(outputs, sent.edge, self._channels[call.number])
+                outputs = check_combine(outputs, sent.in_graph, self._channels[call.number])
             call.outputs = outputs
             return
         assert call.leaves is not None
@@ -473,11 +473,10 @@ class _Session:
             sent = call.arrive()
         self.in_exchange = False
         call.route = sent.state.route
-        call.leaves = sent.edge.requires_grad_(), sent.weights.requires_grad_()
+        call.leaves = sent.in_graph.requires_grad_(), sent.weights.requires_grad_()
         with torch.enable_grad():
-            edge, weights = (_FreshTensor.apply(leaf) for leaf in call.leaves)  # type: ignore[no-untyped-call]
-        quantised = None if sent.quantised is None else dataclasses.replace(sent.quantised, edge=edge)
-        return dataclasses.replace(sent, edge=edge, weights=weights, quantised=quantised)
+            rows, weights = (_FreshTensor.apply(leaf) for leaf in call.leaves)  # type: ignore[no-untyped-call]
+        return dataclasses.replace(sent, rows=rows, weights=weights)
 
 
 @final

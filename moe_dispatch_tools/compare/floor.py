@@ -146,11 +146,11 @@ class _FloorDispatch(torch.autograd.Function):
         space, index, ones = way.buffers, way.index, [1] * way.group.size()
         way.group.alltoall_base(space["counts in"], space["counts out"], ones, ones).wait()
         form = packet_format(row_format(x_TD.dtype, x_TD.shape[1]), weights_TK.shape[1], torch.float32, torch.int16)
-        form.write(x_TD, space["packets"][:, : form.nbytes])
+        form.rows(space["packets"]).copy_(x_TD)
         form.weights(space["packets"]).copy_(weights_TK)
         torch.index_select(space["packets"], 0, way.source_S, out=space["there out"])
         way.exchange(space["there in"], space["there out"])
-        torch.index_select(form.read(space["there in"]), 0, index.source_R, out=space["rows"])
+        torch.index_select(form.rows(space["there in"]), 0, index.source_R, out=space["rows"])
         return space["rows"].detach(), form.weights(space["there in"]).take(index.slot_N)
 
     @staticmethod
@@ -158,7 +158,7 @@ class _FloorDispatch(torch.autograd.Function):
         way: Way = ctx.way
         space, index = way.buffers, way.index
         form = packet_format(row_format(grad_RD.dtype, grad_RD.shape[1]), index.top_k, torch.float32)
-        sum_rows(grad_RD, index.byrow_N, index.cu_S, None, form.read(space["back out"]))
+        sum_rows(grad_RD, index.byrow_N, index.cu_S, None, form.rows(space["back out"]))
         form.weights(space["back out"]).copy_(index.to_slots(dots_R))
         way.exchange(space["back in"], space["back out"], back=True)
         sum_rows(space["back in"].view(grad_RD.dtype), way.member_S, way.cu_T, None, space["x"])

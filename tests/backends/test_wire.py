@@ -10,21 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_dispatch._recipes import RECIPES, Quantised, RecipeName, quantise, widen
-from moe_dispatch.backends.base import WireDtype
-from moe_dispatch.backends.wire import id_dtype_for, packet_format, row_format
+from moe_dispatch.backends.wire import WireDtype, WireFormat, id_dtype_for, packet_format, row_format
+from moe_dispatch.quantised.formats import FORMATS, Mxfp8, Quantised, quantise
+from moe_dispatch.quantised.rows import widen
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def received(form: WireFormat, packets: Tensor) -> Tensor:
+    rows = form.decode(packets)
+    assert isinstance(rows, Tensor)
+    return rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_travel_as_they_are_without_a_copy(dtype: torch.dtype) -> None:
     rows = torch.randn(5, 24).to(dtype)
     form = row_format(dtype, 24)
-    encoded = form.encode(rows)
+    encoded = form.encoded(rows)
     assert (form.nbytes, encoded.shape, encoded.dtype) == (24 * dtype.itemsize, (5, form.nbytes), torch.uint8)
     assert encoded.data_ptr() == rows.data_ptr()
-    assert torch.equal(form.read(encoded), rows)
+    assert torch.equal(received(form, encoded), rows)
     assert form.round_trip(rows) is rows
 
 
@@ -50,7 +56,7 @@ def test_float8_has_one_scale_per_128_columns(dtype: torch.dtype) -> None:
     safe = torch.where(scales > 0, scales, 1)
     expected = ((blocks / safe).to(torch.float8_e4m3fn).float() * safe).view(3, 384).to(dtype)
     assert torch.equal(form.round_trip(rows), expected)
-    encoded_scales = form.encode(rows)[:, 384:].contiguous().view(torch.float32)
+    encoded_scales = form.encoded(rows)[:, 384:].contiguous().view(torch.float32)
     assert torch.equal(encoded_scales, safe.squeeze(-1))
 
 
@@ -82,7 +88,8 @@ def test_packets_hold_row_weights_and_ids_apart(
     if note:
         form.notes(packets).fill_(-7)
     unpacked_rows, unpacked_weights, unpacked_ids = form.unpack(packets)
-    assert torch.equal(widen(unpacked_rows, dtype).to(dtype), row.round_trip(rows))
+    wide = unpacked_rows.to(dtype) if isinstance(unpacked_rows, Tensor) else unpacked_rows.decoded(dtype)
+    assert torch.equal(wide, row.round_trip(rows))
     assert torch.equal(unpacked_weights, weights)
     assert torch.equal(unpacked_ids.long(), ids)
     assert torch.equal(form.weights(packets), weights)
@@ -97,7 +104,7 @@ def test_a_column_with_a_stride_is_encoded(count: int, strides: tuple[int, int])
     rows = torch.empty_strided((count, 1), strides, dtype=torch.bfloat16).copy_(torch.arange(count).unsqueeze(1))
     assert rows.is_contiguous()
     form = row_format(torch.bfloat16, 1)
-    assert torch.equal(form.read(form.encode(rows)), rows)
+    assert torch.equal(received(form, form.encoded(rows)), rows)
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(8, torch.int16), (16_000, torch.int16), (40_000, torch.int32)])
@@ -106,7 +113,7 @@ def test_ids_travel_in_the_narrowest_dtype(experts: int, dtype: torch.dtype) -> 
     assert int(torch.tensor(experts - 1).to(dtype)) == experts - 1
 
 
-MXFP8 = RECIPES["mxfp8"]
+MXFP8 = Mxfp8
 
 
 def _mx_reference(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,7 +174,7 @@ def test_zeros_subnormals_infinities_and_nan_follow_the_rules() -> None:
     assert _bits(scales)[:, 0].tolist() == [0, 1, 0, 254, 255, 247]
     assert _bits(scales)[:, 1].tolist() == [0] * 6  # the other block of the row is not touched
     assert numbers.float()[:, 3].nan_to_num(nan=-1).tolist() == [0, 448, 0, -448, -1, 256]
-    wide = widen(Quantised(numbers, scales), torch.float32)
+    wide = widen((numbers, scales), torch.float32)
     assert wide[0].eq(0).all()
     assert wide[2].eq(0).all()
     assert [wide[1, 3].item(), *wide[3, 3:5].tolist()] == [rows[1, 3].item(), -math.inf, 0]
@@ -176,12 +183,12 @@ def test_zeros_subnormals_infinities_and_nan_follow_the_rules() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_row_is_quantised_by_itself(recipe: RecipeName, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_a_row_is_quantised_by_itself(recipe: WireDtype, dtype: torch.dtype) -> None:
     """So quantising before a dispatch gives the bits of quantising after it."""
     rows = (torch.randn(700, 512) * torch.randn(700, 1).exp()).to(dtype)  # more than the CPU quantises at a time
     order = torch.randperm(700)[:400]
-    before, after = (quantise(taken, RECIPES[recipe]) for taken in (rows, rows[order]))
+    before, after = (quantise(taken, FORMATS[recipe]) for taken in (rows, rows[order]))
     for whole, part in zip(before, after, strict=True):
         assert torch.equal(_bits(whole)[order], _bits(part))
 
@@ -191,8 +198,9 @@ def test_mxfp8_rows_are_followed_by_a_byte_for_32_columns(dtype: torch.dtype) ->
     rows = torch.randn(3, 96).to(dtype)
     form = row_format(dtype, 96, "mxfp8")
     assert form.nbytes == 96 + 3
-    encoded = form.encode(rows)
-    for part, expected in zip(form.split(encoded), quantise(rows, MXFP8), strict=True):
+    found = form.decode(form.encoded(rows))
+    assert isinstance(found, Quantised)
+    for part, expected in zip(found, quantise(rows, MXFP8), strict=True):
         assert torch.equal(_bits(part.contiguous()), _bits(expected))
     assert torch.equal(form.round_trip(rows), widen(quantise(rows, MXFP8), dtype))
     assert form.round_trip(rows).dtype == dtype

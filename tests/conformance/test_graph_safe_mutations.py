@@ -96,6 +96,7 @@ def overflow_told_where_there_is_none(patch: Patch) -> None:
 def padded_on_the_host(patch: Patch) -> None:
     def again(arrived: Arrived) -> dict[str, Any]:
         counts = arrived.tokens_per_expert.tolist()
+        assert isinstance(arrived.rows, Tensor)
         parts = arrived.rows.split([*counts, len(arrived.rows) - sum(counts)])
         return {"rows": torch.cat([torch.nn.functional.pad(part, (0, 0, 0, -len(part) % 16)) for part in parts])}
 
@@ -118,7 +119,12 @@ def looks_for_duplicates(patch: Patch) -> None:
 
 def slack_cut_off(patch: Patch) -> None:
     """Return only the real rows, so that the shape depends on the routing."""
-    arriving(patch, lambda arrived: {"rows": arrived.rows[arrived.rows.detach().ne(0).any(1)]})
+
+    def cut(arrived: Arrived) -> dict[str, Any]:
+        assert isinstance(arrived.rows, Tensor)
+        return {"rows": arrived.rows[arrived.rows.detach().ne(0).any(1)]}
+
+    arriving(patch, cut)
 
 
 def eager_dispatch(patch: Patch) -> None:

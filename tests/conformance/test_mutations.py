@@ -127,6 +127,7 @@ def experts_padded_once_more(patch: Patch) -> None:
     def twice(dispatch: Any, *args: Any) -> Arrived:
         arrived: Arrived = dispatch(*args)
         counts = [count + 16 if count else 0 for count in arrived.tokens_per_expert_list or ()]
+        assert isinstance(arrived.rows, Tensor)
         missing = sum(counts) - len(arrived.rows)
         return dataclasses.replace(
             arrived,
@@ -196,6 +197,7 @@ def experts_in_reverse_order(patch: Patch) -> None:
 
 def rows_of_an_expert_in_reverse(patch: Patch) -> None:
     def reverse(arrived: Arrived) -> dict[str, Any]:
+        assert isinstance(arrived.rows, Tensor)
         parts = zip(
             arrived.rows.split(arrived.tokens_per_expert.tolist()), arrived.real_tokens_per_expert.tolist(), strict=True
         )
@@ -249,6 +251,7 @@ def buffer_shared_by_all_calls(patch: Patch) -> None:
         earlier = shared.get(id(route_of(arrived).context))
         if earlier is not None:
             earlier.data.fill_(1)
+        assert isinstance(arrived.rows, Tensor)
         shared[id(route_of(arrived).context)] = arrived.rows
         return {}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.types import QuantisedRows
+from moe_dispatch.quantised import QuantisedRows
 from moe_dispatch_testing.ranks import TIMEOUT, run_ranks
 from tests import ranks
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import Dispatched, DispatcherConfig, Routing, build_dispatcher, quantised
-from moe_dispatch._recipes import RECIPES, Quantised, RecipeName, quantise, widen
 from moe_dispatch.backends.rank_major import expand
+from moe_dispatch.backends.wire import WireDtype
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.types import QuantisedRows
+from moe_dispatch.quantised.formats import FORMATS, quantise
+from moe_dispatch.quantised.rows import QuantisedRows, widen
 from tests.dispatchers.layer import (
     Group,
     by_operators,
@@ -32,12 +33,12 @@ EXPERTS = expert_weights(8, HIDDEN, torch.bfloat16)
 CUTS = {1: [20], 2: [13, 7], 4: [9, 0, 8, 3]}
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": TOKENS}
 EAGER: dict[str, Any] = {}
-MXFP8: RecipeName = "mxfp8"
-FLOAT8: RecipeName = "float8_e4m3fn"
+MXFP8: WireDtype = "mxfp8"
+FLOAT8: WireDtype = "float8_e4m3fn"
 ALLTOALL, V2 = {"name": "alltoall"}, {"name": "deepep", "emulate": "v2.5.0"}
 TWO_LEVELS = {**ALLTOALL, "levels": 2, "ranks_per_node": 2}
 # Backend, number of ranks, recipe, mode. The conformance kit has all scenarios of quantised rows.
-FORMS: list[tuple[Any, int, RecipeName, dict[str, Any]]] = [
+FORMS: list[tuple[Any, int, WireDtype, dict[str, Any]]] = [
     ("local", 1, MXFP8, EAGER),
     ("local", 1, FLOAT8, SAFE),
     ("alltoall", 2, FLOAT8, SAFE),
@@ -56,9 +57,9 @@ FORMS: list[tuple[Any, int, RecipeName, dict[str, Any]]] = [
 ]
 
 
-def _config(backend: Any, recipe: RecipeName | None, **fields: Any) -> DispatcherConfig:
+def _config(backend: Any, recipe: WireDtype | None, **fields: Any) -> DispatcherConfig:
     quantised = {} if recipe is None else {"wire_dtype": recipe, "deliver": "quantised"}
-    padded = 32 if recipe is None else RECIPES[recipe].row_multiple
+    padded = 32 if recipe is None else FORMATS[recipe].row_multiple
     return small_config(backend, **{"hidden_size": HIDDEN, "pad_multiple": padded, **quantised, **fields})
 
 
@@ -76,11 +77,11 @@ def _inputs(group: Group, size: int) -> tuple[Tensor, Routing]:
     )
 
 
-def _expect(found: QuantisedRows | None, rows_RD: Tensor, counts: Tensor, real: Tensor, recipe: RecipeName) -> None:
+def _expect(found: QuantisedRows | None, rows_RD: Tensor, counts: Tensor, real: Tensor, recipe: WireDtype) -> None:
     """Compare with rows that arrived unquantised and are quantised here."""
     assert found is not None
     assert found.recipe == recipe
-    values, scales = quantise(rows_RD, RECIPES[recipe])
+    values, scales = quantise(rows_RD, FORMATS[recipe])
     ends, starts = counts.cumsum(0), counts.cumsum(0) - counts
     assert torch.equal(found.offs, ends.int())
     assert found.values.is_contiguous()
@@ -118,10 +119,10 @@ def _last(outputs: Tensor, sent: Dispatched, seen: list[Any]) -> Tensor:
 
 @pytest.mark.parametrize(("backend", "size", "recipe", "fields"), FORMS)
 def test_rows_have_the_bits_of_rows_that_are_quantised_after_dispatch(
-    backend: Any, size: int, recipe: RecipeName, fields: dict[str, Any]
+    backend: Any, size: int, recipe: WireDtype, fields: dict[str, Any]
 ) -> None:
     """So have rows that are sent again, and the gradient of combine. What is read of them is widened."""
-    given = {**fields, "pad_multiple": RECIPES[recipe].row_multiple, "weights": "experts"}
+    given = {**fields, "pad_multiple": FORMATS[recipe].row_multiple, "weights": "experts"}
 
     def body(group: Group) -> None:
         x, way = _inputs(group, size)
@@ -142,7 +143,7 @@ def test_rows_have_the_bits_of_rows_that_are_quantised_after_dispatch(
         assert arrived.edge is grad
         some = slice(int(sent.offs[-1]))
         for of, rows in ((sent.quantised, sent.rows), (arrived, grad)):
-            assert torch.equal(rows[some], widen(Quantised(of.values, of.scales), rows.dtype)[some])
+            assert torch.equal(rows[some], widen((of.values, of.scales), rows.dtype)[some])
         delivered = build_dispatcher(_config(backend, recipe, grad_wire_dtype=recipe, **given, deliver="rows"), group)
         assert torch.equal(delivered.dispatch(x, way).rows[some], sent.rows[some])
 
@@ -216,7 +217,7 @@ def test_one_pass_over_rows_lies_between_the_wire_and_the_experts() -> None:
     dispatcher = build_dispatcher(_config("local", "mxfp8"))
     x, way = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16), random_routing(TOKENS)
     sent = dispatcher.dispatch(x, way)
-    arrived = quantise(x, RECIPES["mxfp8"])
+    arrived = quantise(x, FORMATS["mxfp8"])
     with _Passes(TOKENS * HIDDEN) as passes:
         expand(sent.state.route, arrived, torch.bfloat16)
     assert passes.seen == ["index_select", "index_fill_"], "the second one writes padding only"
@@ -224,7 +225,7 @@ def test_one_pass_over_rows_lies_between_the_wire_and_the_experts() -> None:
     with _Passes(TOKENS * HIDDEN) as passes:
         rows = expand(plain.state.route, arrived, torch.bfloat16)
         assert isinstance(rows, Tensor)
-        quantise(rows, RECIPES["mxfp8"])
+        quantise(rows, FORMATS["mxfp8"])
     assert len(passes.seen) >= 5
 
 
@@ -258,15 +259,15 @@ def test_copies_of_balanced_experts_get_their_part_of_rows_and_gradient(fields: 
 
         def taken(found: Dispatched) -> Tensor:
             assert found.quantised is not None
-            arrived = Quantised(found.quantised.values, found.quantised.scales)
-            assert torch.equal(widen(arrived, found.edge.dtype), found.edge)
-            seen.append(len(found.edge))
-            return found.edge
+            arrived = found.quantised.values, found.quantised.scales
+            assert torch.equal(widen(arrived, found.in_graph.dtype), found.in_graph)
+            seen.append(len(found.in_graph))
+            return found.in_graph
 
         sent, outputs = SlotWeights(dispatcher).run(dispatcher.dispatch(x, way), experts, leaves[1])
         y = dispatcher.combine(outputs, sent)
         y.backward(random_rows(len(x), HIDDEN, seed=5, dtype=x.dtype))
-        return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)], seen, len(sent.edge)
+        return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)], seen, len(sent.in_graph)
 
     def body(group: Group) -> int:
         (expected, nothing, _), (got, seen, rows) = run(group, config.replace(deliver="rows")), run(group, config)

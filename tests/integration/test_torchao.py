@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher, quantised
-from moe_dispatch._recipes import RECIPES, quantise
+from moe_dispatch.quantised.formats import Mxfp8, quantise
 from tests.dispatchers.layer import Group, expert_weights, on_ranks, random_routing, random_rows, small_config
 from tests.pages import ROOT
 
@@ -76,7 +76,7 @@ def test_the_bits_are_those_of_rceil(kind: str, dtype: torch.dtype) -> None:
     rows = _special(dtype) if kind == "special" else rows.to(dtype)
     if kind == "bits":
         rows = torch.randint(0, 256, (300, 32 * dtype.itemsize), dtype=torch.uint8).view(dtype)
-    values, scales = quantise(rows, RECIPES["mxfp8"])
+    values, scales = quantise(rows, Mxfp8)
     their_scales, their_values = to_mx(rows, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
     assert torch.equal(_bits(scales), _bits(their_scales))
     is_nan = their_values.float().isnan()  # of which the sign depends on the processor
@@ -153,7 +153,7 @@ def test_the_last_gemm_gets_the_gradient_as_it_travelled(size: int) -> None:
             )
             x = x_TD.split(CUTS[size])[rank].clone().requires_grad_()
             sent = dispatcher.dispatch(x, routing)
-            hidden = random_rows(len(sent.edge), HIDDEN, seed=3, dtype=torch.bfloat16).requires_grad_()
+            hidden = random_rows(len(sent.in_graph), HIDDEN, seed=3, dtype=torch.bfloat16).requires_grad_()
             y = mxfp8_grouped_mm._to_mxfp8_then_scaled_grouped_mm(hidden, weights.mT, sent.offs, **EMULATED)
             if fields:
                 y = names["with_quantised_gradient"](sent, y)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing
-from moe_dispatch._recipes import RECIPES, quantise, widen
 from moe_dispatch.backends.rank_major import expand
+from moe_dispatch.quantised.formats import Mxfp8, quantise
+from moe_dispatch.quantised.rows import widen
 from tests.simulated_cuda.device import recorded
 from tests.simulated_cuda.layer import EXPERTS, HIDDEN, TOP_K, dispatcher_of
 
-TOKENS, MXFP8 = 4096, RECIPES["mxfp8"]
+TOKENS, MXFP8 = 4096, Mxfp8
 
 
 def _launches(action: Callable[[], Any]) -> tuple[Any, list[int]]:

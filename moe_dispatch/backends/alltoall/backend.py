@@ -14,19 +14,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._recipes import Quantised
 from moe_dispatch.backends.base import (
     WANTS_WEIGHTS,
     Arrived,
     Backend,
     BackendContext,
     Tables,
-    WireDtype,
     marks_agree,
     on_host,
 )
-from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
-from moe_dispatch.backends.wire import PacketFormat, dispatch_format, packet_format, row_format
+from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
+from moe_dispatch.backends.wire import Encoded, PacketFormat, back_wire, dispatch_format, packet_format, row_format
 from moe_dispatch.communication import Work, read_host
 from moe_dispatch.errors import PeerError
 from moe_dispatch.permutation.index import true_positions
@@ -81,7 +79,7 @@ class Leg:
         work.wait()
         # Sum whole packets as if they held only numbers of the row's dtype. ``sum_bags`` ignores the columns behind the
         # row.
-        permutation.sum_bags(received.view(form.wire_dtype), self.member_B, self.cu_T, None, out)
+        permutation.sum_bags(received.view(form.row.numbers), self.member_B, self.cu_T, None, out)
         if values is not None:
             permutation.sum_bags(form.weights(received).contiguous(), self.member_B, self.cu_T, None, values)
 
@@ -103,12 +101,12 @@ class AllToAllRoute(RankMajorRoute):
     legs: Sequence[Leg]
 
     @final
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor | Quantised:
+    def spread(self, rows_TD: Tensor, wire: str | None, *, label: str) -> Tensor | Encoded:
         row = row_format(rows_TD.dtype, rows_TD.shape[1], wire)
-        packets = row.encode(rows_TD)
+        packets = row.encoded(rows_TD)
         for leg in self.legs:
             packets = exchange(self.context, packets, leg.source_B, leg.rows_out, leg.rows_in, label + leg.suffix)
-        return row.received(packets)
+        return row.decode(packets)
 
     @property
     def num_rows(self) -> int:
@@ -122,10 +120,10 @@ class AllToAllRoute(RankMajorRoute):
         for leg in reversed(inner):
             relayed = space.lend(leg.cu_T.shape[0] - 1, form.stride, device=rows_RD.device)
             values = None if values_R is None else form.weights(relayed)
-            leg.add_up(packets, form, form.read(relayed), values, label=label)
+            leg.add_up(packets, form, form.rows(relayed), values, label=label)
             packets = relayed
         num_rows = outer.cu_T.shape[0] - 1
-        out = space.lend(num_rows, form.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
+        out = space.lend(num_rows, form.row.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
         values = None if values_R is None else values_R.new_empty(num_rows, form.top_k)
         outer.add_up(packets, form, out, values, label=label)
         return out, values
@@ -252,7 +250,7 @@ class AllToAll(Backend):
         started.work.wait()
         rows_SD, weights_SK, ids_SK = started.form.unpack(started.received)
         route, wants_weights = self.route(started, ids_SK), started.wants_weights
-        return arrive(route, rows_SD, weights_SK, started.form.dtype, wants_weights=wants_weights)
+        return arrive(route, rows_SD, weights_SK, started.form.row.dtype, wants_weights=wants_weights)
 
     def route(self, started: Started, ids_SK: Tensor) -> RankMajorRoute:
         """Return the route of a dispatch whose rows have arrived, with the global expert ids ``ids_SK``."""
@@ -357,7 +355,7 @@ def reduced_packets(
     form = packet_format(row, index.top_k, None if values_R is None else values_R.dtype)
     packets = context.workspace.lend(index.num_rows, form.stride, device=rows_RD.device)
     permutation = context.permutations[type(index.source_R), rows_RD.device.type]
-    permutation.reduce(rows_RD, index, weights_R, form.read(packets))
+    permutation.reduce(rows_RD, index, weights_R, packets.view(row.numbers)[:, : row.hidden])
     if values_R is not None:
         form.weights(packets).copy_(index.to_slots(values_R))
     return form, packets

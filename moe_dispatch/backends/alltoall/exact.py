@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moe_dispatch.backends.alltoall.backend import AllToAll, AllToAllRoute, Leg, Started, exchange, leg_from
 from moe_dispatch.backends.base import BackendContext, Tables, on_host
-from moe_dispatch.backends.rank_major import RankMajorRoute, back_wire
-from moe_dispatch.backends.wire import packet_format, row_format
+from moe_dispatch.backends.rank_major import RankMajorRoute
+from moe_dispatch.backends.wire import back_wire, packet_format, row_format
 from moe_dispatch.permutation import SlotIndex, group_slots
 from moe_dispatch.types import Capacity, Sizes
 
@@ -71,10 +71,10 @@ class ExactRoute(AllToAllRoute):
         row = row_format(rows_RD.dtype, rows_RD.shape[1], back_wire(context.shape.wire_dtype))
         form = packet_format(row, 1, None if values_R is None else values_R.dtype)
         if values_R is None:
-            packets = row.encode(rows_RD)
+            packets = row.encoded(rows_RD)
         else:
             packets = torch.empty(rows_RD.shape[0], form.stride, dtype=torch.uint8, device=rows_RD.device)
-            row.write(rows_RD, packets[:, : row.nbytes])
+            row.encode(rows_RD, packets[:, : row.nbytes])
             form.weights(packets).copy_(values_R.unsqueeze(1))
         for leg, way in zip(reversed(self.legs), reversed(self.ways), strict=True):
             packets = exchange(context, packets, slots.byrow_N, way.slots_in, way.slots_out, label + leg.suffix)
@@ -82,7 +82,7 @@ class ExactRoute(AllToAllRoute):
         out = context.workspace.lend(slots.num_rows, row.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
         weights_N = None if weights_R is None else slots.in_row_order(self.weights_TK)
         context.permutation_of(self.index.source_R).sum_bags(
-            packets.view(row.wire_dtype), slots.byrow_N, slots.cu_S, weights_N, out
+            packets.view(row.numbers), slots.byrow_N, slots.cu_S, weights_N, out
         )
         values = None if values_R is None else slots.to_slots(form.weights(packets).reshape(-1))
         return out, values

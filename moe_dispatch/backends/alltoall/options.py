@@ -18,9 +18,8 @@ from moe_dispatch.backends.alltoall.fixed import FixedAllToAll, send_table_bytes
 from moe_dispatch.backends.alltoall.two_level import WITHIN_NODE, Nodes, TwoLevelAllToAll, nodes_of
 from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, Constraints, MoEShape, grouped_bytes
 from moe_dispatch.backends.capacity import CapacityFactor, Factor, capacity_of
-from moe_dispatch.backends.rank_major import back_wire
 from moe_dispatch.backends.volume import SentBytes, Volume
-from moe_dispatch.backends.wire import dispatch_format, packet_format, row_format
+from moe_dispatch.backends.wire import back_wire, dispatch_format, packet_format, row_format
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.types import Capacity, Sizes
@@ -76,6 +75,7 @@ class AllToAllOptions(BackendOptions):
             exchanges_counts=not shape.graph_safe,
             min_rows=int(shape.graph_safe),
             wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"}),
+            any_wire=True,
             quantised_gradients="can",
             delivers_quantised=True,
             graph_safe=self.reduction == "fast" and self.levels == 1,
@@ -116,7 +116,7 @@ class AllToAllOptions(BackendOptions):
                 f"combine.backward{suffix}": out * gradient.nbytes,
                 f"dispatch.backward{suffix}": returned * packet_format(back, slots, wide).stride,
             }
-        return SentBytes(sent=sent, row_dtypes=(there.wire_dtype, back.wire_dtype))
+        return SentBytes(sent=sent, row_dtypes=(there.row.numbers, back.numbers))
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
         assert sizes.capacity is not None

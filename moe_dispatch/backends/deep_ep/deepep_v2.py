@@ -276,11 +276,8 @@ class ElasticDeepEP(DeepEP):
             collect=partial(self.combine, handle=handle),
             is_real=partial(_real_rows, padded_L, real_L, len(weights_R)),
         )
-        arrived = route.arrived(payload)
-        rows_RD, scales = (arrived, None) if isinstance(arrived, Tensor) else arrived
         return Arrived(
-            rows=rows_RD,
-            scales=scales,
+            rows=route.arrived(payload),
             weights=weights_R,
             tokens_per_expert=padded_L,
             real_tokens_per_expert=real_L,

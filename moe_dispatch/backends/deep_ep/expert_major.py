@@ -14,9 +14,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch._recipes import Quantised, widen, widened_gradient
 from moe_dispatch.backends.base import MoEShape, Route
 from moe_dispatch.backends.deep_ep.rank_rows import Payload, pack, unpack
+from moe_dispatch.backends.wire import Encoded
 from moe_dispatch.permutation import accumulation_dtype
 
 
@@ -40,22 +40,21 @@ class ExpertMajorRoute(Route):
     collect: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
     is_real: Callable[[], Tensor]
 
-    def arrived(self, payload: Payload) -> Tensor | Quantised:
+    def arrived(self, payload: Payload) -> Tensor | Encoded:
         """Return the rows that the library delivered. Scales become 1 on padding."""
         rows_RD = unpack(payload)
-        if isinstance(rows_RD, Quantised):
-            scales, one = rows_RD.scales, 1
-            if scales.dtype == torch.float8_e8m0fnu:
-                scales, one = scales.view(torch.uint8), 127
-            scales.masked_fill_(~self.is_real().unsqueeze(1), one)
+        if not isinstance(rows_RD, Tensor):
+            rows_RD.scale_by_one(~self.is_real())
         return rows_RD
 
-    def delivered(self, payload: Payload, dtype: torch.dtype) -> Tensor | Quantised:
+    def delivered(self, payload: Payload, dtype: torch.dtype) -> Tensor | Encoded:
         """Return the rows of a dispatch as experts get them."""
         rows_RD = self.arrived(payload)
-        return rows_RD if isinstance(rows_RD, Quantised) and self.shape.quantised else widen(rows_RD, dtype).to(dtype)
+        if isinstance(rows_RD, Tensor):
+            return rows_RD.to(dtype)
+        return rows_RD if self.shape.quantised else rows_RD.decoded(dtype)
 
-    def send(self, rows_TD: Tensor) -> Tensor | Quantised:
+    def send(self, rows_TD: Tensor) -> Tensor | Encoded:
         return self.delivered(self.spread(pack(rows_TD, self.shape.wire_dtype)), rows_TD.dtype)
 
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
@@ -77,11 +76,11 @@ class ExpertMajorRoute(Route):
     ) -> tuple[Tensor, Tensor | None]:
         arrived = self.arrived(self.spread(pack(grad_TD, self.shape.grad_wire_dtype)))
         if weights_R is None:
-            if isinstance(arrived, Quantised):
-                return widened_gradient(arrived, grad_TD.dtype), None
-            return arrived.to(grad_TD.dtype), None
+            if isinstance(arrived, Tensor):
+                return arrived.to(grad_TD.dtype), None
+            return arrived.gradient(grad_TD.dtype), None
         wide, dots_R = accumulation_dtype(grad_TD.dtype), None
-        grad_RD = widen(arrived, wide).to(wide)
+        grad_RD = arrived.to(wide) if isinstance(arrived, Tensor) else arrived.decoded(wide)
         if rows_RD is not None:
             # Padding of the outputs may hold NaN, so its products are replaced by 0, not multiplied by 0.
             dots_R = torch.where(self.is_real(), torch.linalg.vecdot(grad_RD, rows_RD.to(wide)), 0).to(weights_R.dtype)

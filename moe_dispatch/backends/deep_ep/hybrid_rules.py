@@ -13,7 +13,6 @@ from typing import Any, final
 
 import torch
 
-from moe_dispatch._recipes import RECIPES
 from moe_dispatch.backends.base import Constraints, MoEShape
 from moe_dispatch.backends.deep_ep.library import parameters
 from moe_dispatch.errors import ConfigError
@@ -126,7 +125,7 @@ def constraints(found: Rules, device: str, shape: MoEShape, domain: int, *, fuse
         group_max=True,
         max_rows=found.most_rows if several else None,
         # The library moves 8-bit rows in pieces of 512 bytes.
-        hidden_multiple=512 if shape.wire_dtype in RECIPES else found.hidden_multiple,
+        hidden_multiple=512 if shape.wire_dtype not in (None, "bfloat16") else found.hidden_multiple,
         # Beyond max_hidden or max_local_experts a kernel needs more shared memory than there is, and does not run.
         max_hidden=None if found.fuses else 8192,
         max_local_experts=768 if found.pads_capacity else 224,

@@ -18,7 +18,6 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
-from moe_dispatch._recipes import RECIPES
 from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoEShape
 from moe_dispatch.backends.deep_ep import hybrid_rules
 from moe_dispatch.backends.deep_ep.buffers import Handle, LibraryBackend, environment_switch, unfilled
@@ -148,7 +147,7 @@ class HybridEP(LibraryBackend):
         self._sets_domain = is_configured or not found.fuses or DOMAIN_VARIABLE in os.environ
         _refuse_unknown(cls, knobs.keys() - known)
         self._arguments = {"hidden_dim": shape.hidden_size, "num_local_experts": shape.num_local_experts, **knobs}
-        if shape.wire_dtype in RECIPES:
+        if shape.wire_dtype not in (None, "bfloat16"):
             self._arguments["use_fp8"] = True
         if "load_cached_kernels" in known:  # otherwise each buffer compiles all of its kernels again
             self._arguments["load_cached_kernels"] = True
@@ -233,8 +232,7 @@ class HybridEP(LibraryBackend):
         )
         rows_RD = route.delivered(self._payload(hidden, scales), rows_TD.dtype)
         return Arrived(
-            rows=rows_RD if isinstance(rows_RD, Tensor) else rows_RD.values,
-            scales=None if isinstance(rows_RD, Tensor) else rows_RD.scales,
+            rows=rows_RD,
             weights=(probs_R + 0.0).to(weights_TK.dtype),  # -0.0 becomes 0.0 again
             tokens_per_expert=padded_L,
             real_tokens_per_expert=real_L,

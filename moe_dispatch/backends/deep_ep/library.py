@@ -24,7 +24,7 @@ from typing import Any, final
 import torch
 
 from moe_dispatch._probing import Rejected, Usable, import_whole
-from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, MoEShape, WireDtype
+from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, MoEShape
 from moe_dispatch.backends.deep_ep.buffers import LibraryBackend
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import row_format
@@ -139,7 +139,7 @@ class LibraryOptions(BackendOptions):
     @final
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
         """Count the rows only, each sent once to each rank that needs it. The library may send other data too."""
-        wires: list[WireDtype] = [shape.wire_dtype or "bfloat16", "bfloat16", shape.grad_wire_dtype or "bfloat16"]
+        wires = [shape.wire_dtype or "bfloat16", "bfloat16", shape.grad_wire_dtype or "bfloat16"]
         there, back, gradient = (row_format(dtype, shape.hidden_size, wire) for wire in wires)
         return SentBytes(
             sent={
@@ -150,7 +150,7 @@ class LibraryOptions(BackendOptions):
             },
             payload_only=True,
             once_per_node=True,
-            row_dtypes=(there.wire_dtype, back.wire_dtype),
+            row_dtypes=(there.numbers, back.numbers),
         )
 
     @final

@@ -8,19 +8,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch._recipes import RECIPES, Quantised, quantise, widen
-from moe_dispatch.backends.base import Arrived, BackendContext, WireDtype
+from moe_dispatch.backends.base import Arrived, BackendContext
 from moe_dispatch.backends.deep_ep.buffers import Handle, LibraryBackend
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
+from moe_dispatch.backends.wire import Encoded
 from moe_dispatch.communication import read_host
 from moe_dispatch.errors import StateError, shown
 from moe_dispatch.permutation.index import count_experts
 from moe_dispatch.types import Capacity, Sizes
+
+if TYPE_CHECKING:
+    from moe_dispatch.quantised.formats import Quantised
 
 # Rows as the library takes them: bfloat16 (T, D), or float8_e4m3fn (T, D) with scales of 4 bytes (T, D/128). A float32
 # is the scale of 128 columns. An int32 holds the e8m0 scales of four blocks of 32 columns.
@@ -136,9 +139,10 @@ class DeepEP(LibraryBackend):
         arriving, dtype, weights_dtype, capacity = started
         arrived = arriving()
         if isinstance(arrived, Arrived):
+            rows_RD, weights_R = arrived.rows, arrived.weights.to(weights_dtype)
             if not self.context.shape.quantised:
-                arrived = replace(arrived, rows=widen(arrived.delivered, dtype).to(dtype), scales=None)
-            return replace(arrived, weights=arrived.weights.to(weights_dtype))
+                rows_RD = rows_RD.to(dtype) if isinstance(rows_RD, Tensor) else rows_RD.decoded(dtype)
+            return replace(arrived, rows=rows_RD, weights=weights_R)
         payload, ids_SK, weights_SK, counts, handle = arrived
         if capacity is None:
             self.require_counts(counts, lambda: count_experts(ids_SK, self.context.shape.num_local_experts))
@@ -182,7 +186,7 @@ class DeepEPRoute(RankMajorRoute):
     backend: DeepEP
     handle: Handle
 
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor | Quantised:
+    def spread(self, rows_TD: Tensor, wire: str | None, *, label: str) -> Tensor | Encoded:
         return unpack(self.backend.send_again(pack(rows_TD, wire), self.handle))
 
     def collect(
@@ -197,11 +201,13 @@ class DeepEPRoute(RankMajorRoute):
         return rows_TD.to(rows_RD.dtype), values_TK.to(values_R.dtype)
 
 
-def pack(rows_TD: Tensor, wire: WireDtype | None) -> Payload:
+def pack(rows_TD: Tensor, wire: str | None) -> Payload:
     """Convert rows to the form that the library takes."""
-    if (recipe := RECIPES.get(wire)) is None:
+    if wire is None or wire == "bfloat16":
         return rows_TD.bfloat16().contiguous()
-    values, scales = quantise(rows_TD, recipe)
+    from moe_dispatch.quantised.formats import FORMATS, quantise  # noqa: PLC0415 - bfloat16 rows do not need it
+
+    values, scales = quantise(rows_TD, FORMATS[wire])
     return values, scales if scales.dtype == torch.float32 else scales.view(torch.int32)
 
 
@@ -209,5 +215,7 @@ def unpack(payload: Payload) -> Tensor | Quantised:
     """Return the rows that the library delivered, as ``RankMajorRoute.spread`` does."""
     if isinstance(payload, Tensor):
         return payload
+    from moe_dispatch.quantised.formats import Quantised  # noqa: PLC0415 - bfloat16 rows do not need it
+
     values, scales = payload
     return Quantised(values, scales if scales.dtype == torch.float32 else scales.view(torch.float8_e8m0fnu))

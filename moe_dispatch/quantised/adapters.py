@@ -24,22 +24,11 @@ from moe_dispatch._expert_rows import (
     grouped_mm,
     matrix_gradient,
 )
-from moe_dispatch._recipes import RECIPES, Quantised, quantise, quantised_form, widen
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.permutation.index import round_up
-from moe_dispatch.types import Dispatched, QuantisedRows
-
-__all__ = [
-    "blocked_scales",
-    "deep_gemm_layout",
-    "deep_gemm_pair",
-    "gradient_as",
-    "grouped_gemm",
-    "mx_tensor",
-    "quantised_gradient",
-    "te_grouped_tensor",
-    "torch_arguments",
-]
+from moe_dispatch.quantised.formats import FORMATS, Mxfp8, quantise
+from moe_dispatch.quantised.rows import QuantisedRows, quantised_form, widen
+from moe_dispatch.types import Dispatched
 
 DEEP_GEMM_ROWS = 128
 """Default of ``deep_gemm.get_mk_alignment_for_contiguous_layout()``."""
@@ -143,7 +132,7 @@ def torch_arguments(sent: Dispatched, weights: Tensor) -> dict[str, Any]:
         raise InputError(
             f"torch_arguments: weights must be (L, D, H) with (L, D) {expected}, got {tuple(weights.shape)}."
         )
-    values, scales = quantise(weights.transpose(1, 2).reshape(-1, hidden), RECIPES["mxfp8"])
+    values, scales = quantise(weights.transpose(1, 2).reshape(-1, hidden), Mxfp8)
     by_expert = scales.view(num_experts, width, -1).view(torch.uint8)
     # The swizzle is the same for each expert, because its rows begin at a whole block.
     padded = F.pad(by_expert, (0, 0, 0, round_up(width, _BLOCK_ROWS) - width))
@@ -250,7 +239,7 @@ def deep_gemm_layout(sent: Dispatched, *, psum: bool = False) -> Tensor:
             )
         assert padding is not None
         return offs - padding.int()
-    expert_R = experts_of_rows(offs, padding, sent.edge.shape[0])
+    expert_R = experts_of_rows(offs, padding, sent.in_graph.shape[0])
     return torch.where(expert_R < offs.shape[0], expert_R, -1).int()
 
 
@@ -275,7 +264,7 @@ def grouped_gemm(sent: Dispatched, weights: Tensor, forward: Callable[[Dispatche
 
     Cost: the backward widens the rows, and runs two grouped GEMMs of torch.
     """
-    rows = _rows(sent, "grouped_gemm", tuple(RECIPES))
+    rows = _rows(sent, "grouped_gemm", tuple(FORMATS))
     if weights.dtype == torch.float64:
         raise InputError("grouped_gemm: weights must be bfloat16, float16 or float32, got float64.")
     outputs: Tensor = _Gemm.apply(rows.edge, weights, sent, forward)  # type: ignore[no-untyped-call]
@@ -289,7 +278,7 @@ class _Gemm(torch.autograd.Function):
         ctx.dtype, ctx.offs, ctx.padding = edge.dtype, sent.offs, sent._padding
         ctx.save_for_backward(sent.quantised.values, sent.quantised.scales, weights)
         # This copy does not share ``rows``, which may outlive their use: they take twice the memory of values.
-        return forward(replace(sent, quantised=replace(sent.quantised)), weights)
+        return forward(replace(sent, rows=sent.in_graph, quantised=replace(sent.quantised)), weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -301,7 +290,7 @@ class _Gemm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_rows = grouped_mm(grad, weights.transpose(1, 2), ctx.offs).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            rows = widen(Quantised(values, scales), weights.dtype)
+            rows = widen((values, scales), weights.dtype)
             width = grad.shape[1]
             grad = F.pad(grad, (0, -width % (ALIGNED_BYTES // grad.element_size()))).contiguous()
             grad_weights = matrix_gradient(rows, grad, ctx.offs, ctx.padding)[:, :, :width]
@@ -324,10 +313,8 @@ def quantised_gradient(sent: Dispatched, gradient: Tensor) -> Dispatched | None:
     found = quantised_form(gradient)
     if sent.quantised is None or found is None:
         return None
-    rows = QuantisedRows(
-        **found._asdict(), recipe=sent.quantised.recipe, tokens_per_expert=sent.tokens_per_expert, edge=gradient
-    )
-    return replace(sent, edge=gradient, quantised=rows)
+    values, scales = found
+    return replace(sent, rows=gradient, quantised=replace(sent.quantised, values=values, scales=scales))
 
 
 def gradient_as(sent: Dispatched, outputs: Tensor, adapter: Callable[[Dispatched], Tensor]) -> Tensor:
@@ -345,7 +332,7 @@ def gradient_as(sent: Dispatched, outputs: Tensor, adapter: Callable[[Dispatched
         InputError: The config does not ask for such gradients.
         StateError: In the backward, ``quantised_gradient`` returns None.
     """
-    rows, config = _rows(sent, "gradient_as", tuple(RECIPES)), sent.state.lease.enter().config
+    rows, config = _rows(sent, "gradient_as", tuple(FORMATS)), sent.state.lease.enter().config
     if config.grad_wire_dtype is None or config.weights != "experts":
         raise InputError(
             f'gradient_as: gradients arrive quantised with grad_wire_dtype="{rows.recipe}" and weights="experts", got '
@@ -358,9 +345,10 @@ def gradient_as(sent: Dispatched, outputs: Tensor, adapter: Callable[[Dispatched
 class _GradientAs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, sent: Dispatched, adapter: Callable[[Dispatched], Tensor]) -> Tensor:
-        rows, edge = sent.quantised, sent.edge  # the edge has no memory, and the backward does not need the rows
+        rows, edge = sent.quantised, sent.in_graph  # the edge has no memory, and the backward does not need the rows
         assert rows is not None
-        ctx.sent, ctx.adapter = replace(sent, quantised=replace(rows, values=edge, scales=edge)), adapter
+        ctx.sent = replace(sent, rows=edge, quantised=replace(rows, values=edge, scales=edge))
+        ctx.adapter = adapter
         return outputs.view_as(outputs)
 
     @staticmethod
