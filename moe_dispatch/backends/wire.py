@@ -77,7 +77,7 @@ class WireFormat(ABC):
 
     Attributes:
         hidden_multiple: The number of columns of a row must be a multiple of this.
-        tolerance: Largest error of a row that travelled, relative to its largest number, for ``self_test``.
+        tolerance: Largest difference that ``Dispatcher.self_test`` accepts, for rows of numbers from 0 to 1.
         numbers: Dtype of the numbers of an encoded row. Rows in packets are aligned to its size.
         is_view: Whether ``decode`` only views rows as ``numbers``, which callers then do themselves.
         nbytes: Number of bytes of an encoded row.
