@@ -2,52 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import get_ctx
 
-from moe_dispatch._custom_operators import operator
+from moe_dispatch._tracing import traced_calls
 
 # torch's grouped GEMM wants every row of both operands to start at a multiple of 16 bytes.
 ALIGNED_BYTES = 16
-
-
-@operator
-def split(rows: Tensor, counts: Tensor) -> list[Tensor]:
-    """Split rows by expert; the operator for compiled regions.
-
-    Args:
-        rows: (R, D), expert-major.
-        counts: int64 (L,), rows of each expert; read on the host.
-
-    Returns:
-        L copies: an operator must not return views of its arguments.
-    """
-    return [part.clone() for part in rows.split(counts.tolist())]
-
-
-@split.register_fake
-def _(rows: Tensor, counts: Tensor) -> list[Tensor]:
-    new_size = cast(Callable[[], int], get_ctx().new_dynamic_size)
-    return [rows.new_empty(new_size(), rows.shape[1]) for _ in range(counts.shape[0])]
-
-
-def _keep_shapes(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.shapes = [part.shape for part in output]
-
-
-def _split_gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    like = next(grad for grad in grads if grad is not None)
-    # An expert whose function ignores its rows gives them no gradient.
-    whole = [like.new_zeros(shape) if grad is None else grad for shape, grad in zip(ctx.shapes, grads, strict=True)]
-    return torch.cat(whole), None
-
-
-split.register_autograd(_split_gradients, setup_context=_keep_shapes)
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -70,7 +34,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor, padding: Tensor | No
         rows, weights = F.pad(rows, (0, pad_D)), F.pad(weights, (0, pad_H, 0, pad_D))
     rows = rows.contiguous()
     if torch.compiler.is_compiling():
-        y = _compiled_mm(rows, weights, offs, padding)
+        y = traced_calls().aligned_product(rows, weights, offs, padding)
     else:
         y = _GroupedMM.apply(rows, weights, offs, padding)  # type: ignore[no-untyped-call]
     return y[:, :width] if pad_H else y
@@ -96,58 +60,15 @@ def _masked_mm(rows: Tensor, weights: Tensor, offs: Tensor, padding: Tensor | No
     return y
 
 
-def _compiled_mm(rows: Tensor, weights: Tensor, offs: Tensor, padding: Tensor | None) -> Tensor:
-    """Run ``grouped_mm`` in a compiled region, where torch warns about autograd functions."""
-    # torch's fake kernel takes bfloat16 only
-    product = _aligned_mm if rows.dtype == torch.bfloat16 else aligned_mm
-    if padding is None:
-        return product(rows, weights, offs)
-    real_R1 = _real_rows(offs, padding, rows.shape[0])
-    return torch.where(real_R1, product(torch.where(real_R1, rows, 0), weights, offs), 0)  # the outer one for gradients
-
-
-def _real_rows(offs: Tensor, padding: Tensor, num_rows: int) -> Tensor:
+def real_rows(offs: Tensor, padding: Tensor, num_rows: int) -> Tensor:
+    """Return whether each row is a real one of an expert, bool (R, 1)."""
     return (experts_of_rows(offs, padding, num_rows) < offs.shape[0]).unsqueeze(1)
 
 
-def _aligned_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+def torch_grouped_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+    """Run torch's grouped GEMM on aligned operands."""
     product: Tensor = F.grouped_mm(left, right, offs=offs)
     return product
-
-
-@operator
-def aligned_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
-    """Run torch's grouped GEMM; the operator for compiled regions.
-
-    Args:
-        left: (R, D); for the gradient of the matrices, (D, R).
-        right: (L, D, H); for the gradient of the matrices, (R, H).
-        offs: int32 (L,), the ends of groups along R.
-
-    Returns:
-        (R, H); for the gradient of the matrices, (L, D, H).
-    """
-    return _aligned_mm(left, right, offs).contiguous()
-
-
-@aligned_mm.register_fake
-def _(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
-    shape = (left.shape[0], right.shape[-1])
-    return left.new_empty(shape if right.dim() == 3 else (offs.shape[0], *shape))
-
-
-def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _aligned_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    left, right, offs = ctx.saved_tensors
-    assert right.dim() == 3  # otherwise a backward of a backward, which torch.compile refuses
-    grad = grad.contiguous()
-    return aligned_mm(grad, right.transpose(1, 2), offs), aligned_mm(left.t(), grad, offs), None
-
-
-aligned_mm.register_autograd(_aligned_gradients, setup_context=_keep_operands)
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -157,7 +78,7 @@ class _GroupedMM(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, offs: Tensor, padding: Tensor | None) -> Tensor:
         of_rows, of_weights, *_ = ctx.needs_input_grad
         ctx.save_for_backward(rows if of_weights else None, weights if of_rows else None, offs, padding)
-        return _aligned_mm(rows, weights, offs)
+        return torch_grouped_mm(rows, weights, offs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -165,7 +86,7 @@ class _GroupedMM(torch.autograd.Function):
         grad = contiguous_gradient(grad)  # torch's grouped GEMM refuses the expanded gradient of a sum
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
-            grad_rows = _aligned_mm(grad, weights.transpose(1, 2), offs)
+            grad_rows = torch_grouped_mm(grad, weights.transpose(1, 2), offs)
         if ctx.needs_input_grad[1]:
             grad_weights = matrix_gradient(rows, grad, offs, padding)
         return grad_rows, grad_weights, None, None
@@ -183,9 +104,9 @@ def matrix_gradient(rows: Tensor, grad: Tensor, offs: Tensor, padding: Tensor | 
     Cost: with padding, a copy of ``rows`` and one of ``grad``, which live inside this call.
     """
     if padding is not None:
-        real_R1 = _real_rows(offs, padding, rows.shape[0])
+        real_R1 = real_rows(offs, padding, rows.shape[0])
         rows, grad = torch.where(real_R1, rows, 0), torch.where(real_R1, grad, 0)
-    return _aligned_mm(rows.t(), grad, offs)
+    return torch_grouped_mm(rows.t(), grad, offs)
 
 
 def contiguous_gradient(grad: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._expert_rows import grouped_mm, split
+from moe_dispatch._expert_rows import grouped_mm
 from moe_dispatch._slots import Placement
+from moe_dispatch._tracing import traced_calls
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
 
@@ -359,7 +360,7 @@ class Dispatched:
         if self._graph_safe:
             raise StateError("Dispatched.per_expert: with graph_safe only the device has the counts. Use grouped_mm.")
         if torch.compiler.is_compiling():
-            parts = split(self.rows, self.tokens_per_expert)
+            parts = traced_calls().split(self.rows, self.tokens_per_expert)
         else:
             parts = self.rows.split(self.tokens_per_expert_list)
         outputs = [function(rows) for function, rows in zip(applied, parts, strict=True)]

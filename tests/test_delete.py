@@ -31,6 +31,10 @@ CALLS = [
 """Backend, whether the call is graph-safe, the layout and ``wire_dtype``. ``local`` has one rank, the others two."""
 
 CONFIG = "DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, backend={})"
+ROUTING = "Routing(torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2))"
+SENT = f"build_dispatcher({CONFIG.format(repr('local'))}).dispatch(torch.ones(2, 16), {ROUTING})"
+LAYER = f"(lambda d: lambda x: d.dispatch(x, {ROUTING}).rows)(build_dispatcher({CONFIG.format(repr('local'))}))"
+EXPERTS = f"(lambda sent: lambda x: sent.per_expert([torch.relu] * 8))({SENT})"
 # What a user writes to get the capability of a folder, and the error without it.
 CAPABILITIES: dict[str, list[tuple[str, str]]] = {
     "backends/deep_ep": [
@@ -63,6 +67,31 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
         (
             "from moe_dispatch.dispatchers import SlotWeights",
             "ModuleNotFoundError: No module named 'moe_dispatch.balance'",
+        ),
+    ],
+    "compiling": [
+        *(
+            (
+                f"import torch; {call}",
+                "ConfigError: moe_dispatch.compiling is not installed. torch.compile and selective checkpointing of a "
+                "dispatcher need it. Keep dispatchers out of them, or install the whole package.",
+            )
+            for call in (
+                f"torch.compile({LAYER}, backend='eager')(torch.ones(2, 16))",
+                f"torch.compile({EXPERTS}, backend='eager')(torch.ones(2, 16))",
+                "torch.utils.checkpoint.checkpoint("
+                f"{LAYER}, torch.ones(2, 16), use_reentrant=False, context_fn=lambda: "
+                "torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.mm.default]))",
+            )
+        ),
+        (
+            f"import torch; torch.compile({LAYER}, backend='eager', fullgraph=True)(torch.ones(2, 16))",
+            "Unsupported: Call to `torch._dynamo.graph_break()`\n  Explanation: User-inserted graph break. Message: "
+            "moe_dispatch.compiling is not installed.",
+        ),
+        (
+            "import torch; torch.ops.moe_dispatch.dispatch",
+            "AttributeError: '_OpNamespace' 'moe_dispatch' object has no attribute 'dispatch'",
         ),
     ],
     "integrations": [

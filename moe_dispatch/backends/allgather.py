@@ -15,7 +15,6 @@ from moe_dispatch.backends.base import (
     BackendOptions,
     Constraints,
     MoEShape,
-    Tables,
     grouped_bytes,
 )
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
@@ -23,7 +22,7 @@ from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import Encoded, back_wire, dispatch_format, row_format
 from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import accumulation_dtype, count_experts
-from moe_dispatch.types import Capacity, Sizes
+from moe_dispatch.types import Sizes
 
 
 @final
@@ -99,6 +98,7 @@ class AllGatherRoute(RankMajorRoute):
 
     @property
     def num_rows(self) -> int:
+        """Tp, the number of rows that this rank brought."""
         return self.index.num_rows // self.context.communicator.size
 
 
@@ -126,7 +126,3 @@ class AllGather(Backend):
                 counts = list(of_all[mine])
         index = self.context.group(ids_SK - first, weights_SK, sizes.capacity, counts=counts)
         return arrive(AllGatherRoute(context=self.context, index=index), rows_SD, weights_SK, rows_TD.dtype)
-
-    def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> AllGatherRoute:
-        everyone = None if num_rows is None else num_rows * self.context.shape.ep_size
-        return AllGatherRoute(context=self.context, index=self.context.index_from(tables, everyone, capacity))

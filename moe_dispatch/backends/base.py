@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -17,8 +16,7 @@ from moe_dispatch.backends.capacity import CapacityFactor, capacity_of, worst_ro
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import Encoded, WireDtype, row_format
 from moe_dispatch.backends.workspace import Workspace
-from moe_dispatch.communication import Communicator, read_host
-from moe_dispatch.errors import StateError
+from moe_dispatch.communication import Communicator
 from moe_dispatch.permutation import Permutation, TorchPermutation, choose_permutation
 from moe_dispatch.permutation.index import SlotIndex, accumulation_dtype, index_bytes
 from moe_dispatch.types import Capacity, Sizes
@@ -361,63 +359,12 @@ class BackendContext:
             weights_SK=weights_SK if capacity.rows < worst_rows(shape, capacity.pair_rows) else None,
         )
 
-    def index_from(self, tables: Tables, rows: int | None, capacity: Capacity | None) -> SlotIndex:
-        """Make the index of a dispatch from its ``tensors()``, or one without values for tracing.
-
-        Args:
-            tables: The tables of the route.
-            rows: S, the number of rows that arrived; None if it is known only at run time.
-            capacity: Capacity of a graph-safe dispatch, whose sizes are all known; None in eager mode.
-        """
-        return SlotIndex.from_tables(
-            tables.table,
-            rows,
-            self.shape.top_k,
-            self.shape.pad_multiple,
-            new_size=tables.new_size,
-            num_keys=self.shape.num_local_experts,
-            buffer_rows=None if capacity is None else capacity.buffer_rows,
-        )
-
-
-@final
-class Tables:
-    """The tensors of a route that is made from tensors: the given ones in their order, or new ones without values.
-
-    Args:
-        new_size: Function that returns a symbol for a size that is known only at run time. Each symbol must be the
-            length of a tensor of the route. Static sizes need no symbol.
-        weights_TK: Tensor with the dtype and the device of the weights. Its shape may be wrong, in which case the real
-            kernel will refuse the call.
-        given: Result of ``Route.tensors``; None for tensors without values, for tracing.
-    """
-
-    def __init__(self, new_size: Callable[[], int], weights_TK: Tensor, given: Sequence[Tensor] | None = None) -> None:
-        self.new_size = new_size
-        self.weights_TK = weights_TK
-        self._given = None if given is None else iter(given)
-
-    def table(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return the next tensor. The shape and the dtype matter only for a new one."""
-        if self._given is not None:
-            return next(self._given)
-        return torch.empty(shape, dtype=dtype, device=self.weights_TK.device)
-
-    def numbers(self, length: int) -> list[int]:
-        """Return the next numbers of the host, which ``on_host`` made a tensor; zeros for tracing."""
-        return [0] * length if self._given is None else read_host(next(self._given))
-
-
-def on_host(*numbers: Sequence[int]) -> Tensor:
-    """Return numbers of the host, such as the sizes of messages, as one int64 tensor on the CPU."""
-    return torch.tensor(list(chain(*numbers)), dtype=torch.int64, device="cpu")
-
 
 class Route(ABC):
     """A frozen record of how the rows of one dispatch travelled. ``combine`` and the backwards follow it.
 
-    The dispatcher does autograd, and calls all methods with gradients off. All methods except ``tensors`` are
-    collective. Padding of expert rows and of their gradients is never read; it may hold anything, NaN included.
+    The dispatcher does autograd, and calls all methods with gradients off. All methods are collective. Padding of
+    expert rows and of their gradients is never read; it may hold anything, NaN included.
     """
 
     __slots__ = ()
@@ -464,32 +411,6 @@ class Route(ABC):
                 may pass rows and another None.
             weights_R: The weights that ``combine`` was given.
         """
-
-    @property
-    def num_rows(self) -> int:
-        """Tp, the number of rows that this rank brought. Needed only if ``Constraints.compilable``."""
-        raise _not_compilable(self)
-
-    @property
-    def num_grouped(self) -> int:
-        """R, the number of expert-major rows. Needed only if ``Constraints.compilable``."""
-        raise _not_compilable(self)
-
-    def tensors(self) -> list[Tensor]:
-        """Return the route as tensors, for ``Backend.route_from``. Needed only if ``Constraints.compilable``.
-
-        No tensor shares memory with another, or with the arguments of the dispatch. ``on_host`` makes a tensor of
-        numbers that are on the host.
-        """
-        raise _not_compilable(self)
-
-
-def _not_compilable(owner: object) -> StateError:
-    return StateError(
-        f"{type(owner).__qualname__}: a backend that declares compilable must turn its routes into tensors and back, "
-        "got one that does not. Define tensors, num_rows and num_grouped of the route, and route_from of the backend; "
-        "or declare compilable=False."
-    )
 
 
 @final
@@ -620,20 +541,3 @@ class Backend(ABC):
             finite weights.
         """
         raise NotImplementedError
-
-    def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> Route:
-        """Make a route from the tensors of its ``tensors()``, taken in their order, without a host sync.
-
-        Fake kernels call this with tables without values. Needed only if ``Constraints.compilable``.
-
-        Args:
-            tables: The tensors.
-            num_rows: Tp; None if Tp is known only at run time. Like all sizes, it matters only for tracing.
-            capacity: Capacity of a graph-safe dispatch, whose sizes are all static; None in eager mode.
-        """
-        raise _not_compilable(self)
-
-    def restore(self, tensors: Sequence[Tensor]) -> Route:
-        """Rebuild a route from its ``tensors()``. The sizes that ``route_from`` gets are not used."""
-        unused = Capacity(rows=0, buffer_rows=0, pair_rows=0) if self.context.shape.graph_safe else None
-        return self.route_from(Tables(int, tensors[0], tensors), 0, unused)

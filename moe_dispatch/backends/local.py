@@ -15,15 +15,14 @@ from moe_dispatch.backends.base import (
     BackendOptions,
     Constraints,
     MoEShape,
-    Tables,
     grouped_bytes,
 )
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import Encoded, back_wire, row_format
 from moe_dispatch.communication import read_host
-from moe_dispatch.permutation import SlotIndex, count_experts
-from moe_dispatch.types import Capacity, Sizes
+from moe_dispatch.permutation import count_experts
+from moe_dispatch.types import Sizes
 
 
 @final
@@ -86,10 +85,6 @@ class LocalRoute(RankMajorRoute):
         out = out if self.exact else row.round_trip(out)
         return out, None if values_R is None else self.index.to_slots(values_R)
 
-    @property
-    def num_rows(self) -> int:
-        return self.index.num_rows
-
 
 @final
 class Local(Backend):
@@ -97,17 +92,12 @@ class Local(Backend):
 
     def __init__(self, context: BackendContext, *, exact: bool) -> None:
         super().__init__(context)
-        self._exact = exact
+        self.exact = exact
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape = self.context.shape
         rows = row_format(rows_TD.dtype, shape.hidden_size, shape.wire_dtype).carried(rows_TD)
         counts = () if sizes.capacity is not None else read_host(count_experts(ids_TK, shape.num_experts))
         index = self.context.group(ids_TK, weights_TK, sizes.capacity, counts=counts)
-        return arrive(self._route(index), rows, weights_TK, rows_TD.dtype)
-
-    def _route(self, index: SlotIndex) -> LocalRoute:
-        return LocalRoute(context=self.context, index=index, exact=self._exact)
-
-    def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> LocalRoute:
-        return self._route(self.context.index_from(tables, num_rows, capacity))
+        route = LocalRoute(context=self.context, index=index, exact=self.exact)
+        return arrive(route, rows, weights_TK, rows_TD.dtype)

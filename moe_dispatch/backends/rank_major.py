@@ -53,13 +53,6 @@ class RankMajorRoute(Route):
         never read.
         """
 
-    def tensors(self) -> list[Tensor]:
-        return self.index.tensors()
-
-    @property
-    def num_grouped(self) -> int:
-        return self.index.num_grouped
-
     @final
     def send(self, rows_TD: Tensor) -> Tensor | Encoded:
         rows_SD = self.spread(rows_TD, self.context.shape.wire_dtype, label="dispatch")

@@ -20,6 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._tracing import refuse_traced
 from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.balance.movement import (
     Movement,
@@ -35,7 +36,6 @@ from moe_dispatch.dispatchers.autograd import double_backward, tie
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
 from moe_dispatch.dispatchers.metrics import is_recomputation
-from moe_dispatch.dispatchers.operators import refuse_compiled
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.types import Dispatched, InFlight, check_plain
 
@@ -147,7 +147,7 @@ class SlotWeights:
 
     def _enter(self, sent: Dispatched | InFlight, stacked: Sequence[Tensor]) -> tuple[Lease, Channel]:
         if torch.compiler.is_compiling():
-            refuse_compiled(
+            refuse_traced(
                 "SlotWeights: weights must be fetched outside of compiled regions, got a call that is being traced. "
                 "Compile the experts alone."
             )

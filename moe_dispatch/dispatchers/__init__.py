@@ -5,7 +5,6 @@
 - ``checks`` compares the tensors and the plan with the config, and drafts a plan if there is none.
 - ``autograd.start`` cleans the ids, lets ``agreement`` settle the sizes if the plan has none, pads, and hands the rows
   to the backend. ``autograd.finish`` waits for them. ``Dispatch`` and ``Combine`` attach the verbs to autograd.
-- ``operators`` makes operators of torch out of the same functions, for ``torch.compile`` and selective checkpointing.
 
 One dispatch has these records. ``Backend.start`` and ``finish`` return the first two, and know nothing of the model:
 

@@ -2,8 +2,7 @@
 
 Call ``start``, ``finish`` and the functions on a route with gradients off. On the way to the backend they mask or cut
 out rows that are no tokens, and pad the other rows. On the way back they trim the padding and set rows that were cut
-out to zero. ``Dispatch`` and ``Combine`` make eager calls differentiable. ``operators`` makes operators for
-``torch.compile`` out of the same functions.
+out to zero. ``Dispatch`` and ``Combine`` make the calls differentiable.
 """
 
 from __future__ import annotations
@@ -38,12 +37,10 @@ class State:
         shape: Shape of the dispatched x.
         num_rows: T, the number of the rows of x.
         real_rows: int64, the indices of the rows that went to the backend; None if all of them did.
-        padded: Tp, the number of rows that went to the backend, with padding; None in the state of a traced call,
-            where the operator decides it.
+        padded: Tp, the number of rows that went to the backend, with padding.
         wants_weights: Whether the backward of combine needs the expert outputs, for gradients of the weights of any
             rank. False only if no rank wants them and the ranks know it.
-        route: Route of the backend; None if an operator made the dispatch.
-        tensors: The route as tensors, if an operator made the dispatch; otherwise empty.
+        route: Route of the backend.
     """
 
     lease: Lease
@@ -51,10 +48,9 @@ class State:
     shape: Size
     num_rows: int
     real_rows: Tensor | None
-    padded: int | None
+    padded: int
     wants_weights: bool
-    route: Route | None = None
-    tensors: tuple[Tensor, ...] = ()
+    route: Route
 
 
 # FSDP2 maps over the dataclasses among the arguments of a module, which may be a Dispatched, and casts their tensors. A
@@ -262,7 +258,6 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor, grad_R: Tensor | None) -> Any:
         state: State = ctx.state
-        assert state.route is not None
         if torch.is_grad_enabled():
             raise double_backward("dispatch")
         if type(grad_RD) is not Tensor:
@@ -283,7 +278,6 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, weights_R: Tensor, state: State, channel: Channel) -> Tensor:
-        assert state.route is not None
         ctx.state, ctx.channel = state, channel
         applied = channel.config.weights == "combine"
         ctx.save_for_backward(

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_dispatch._observers import Observer, observe_groups
 from moe_dispatch._slots import Slots
+from moe_dispatch._tracing import is_traced, refuse_traced
 from moe_dispatch.backends.base import BackendContext, BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.communication import Communicator, control_device, device_types, own_device, raise_alike
@@ -56,8 +57,8 @@ _NO_RANGE = nullcontext()
 class Channel:
     """One backend, open on one group, for one config.
 
-    These attributes change later: ``checked``, the refcount ``users``, the capacity (in ``grow``), ``observers``, and
-    ``numbers``, which counts the dispatchers that the ranks have built on the channel.
+    These attributes change later: ``checked``, the refcount ``users``, the capacity (in ``grow``), ``observers``,
+    ``refusal``, and ``numbers``, which counts the dispatchers that the ranks have built on the channel.
 
     Attributes:
         context: The objects that the backend is opened with.
@@ -66,6 +67,7 @@ class Channel:
         capacity: Number of rows that the buffers of a dispatch hold; None if sizes follow the routing.
         observers: What observes the calls on this channel.
         checked: The kinds of tensors that ``check_call`` has found to fit.
+        refusal: Text of the error of calls that find the channel by its name; empty if they may.
         slots: The expert slots that a new dispatcher has; None if every rank holds its own experts only.
         agrees_on_rows: Whether the ranks settle sizes with a collective.
         num_summed: Number of counts that ranks sum when they agree on sizes, 0 for none. The first counts invalid ids;
@@ -94,6 +96,7 @@ class Channel:
         self.meter = Meter(shape.num_local_experts, config.num_experts, first)
         self.checked: set[object] = set()
         self.users = 0
+        self.refusal = ""
         self.numbers = itertools.count()
         self.capacity: Capacity | None = options.capacity(shape) if config.graph_safe else None
         needs_largest = needs.equal_rows or needs.group_max or config.chunk_tokens is not None
@@ -190,23 +193,41 @@ class Lease:
         if self._collected.detach() is not None:
             _release(self.opened, by_hand=True)
 
-    def enter(self) -> Channel:
+    def enter(self, verb: str = "") -> Channel:
         """Return the channel for a call, and tell what observes the groups who calls.
 
+        Args:
+            verb: Name of a method of the dispatcher that torch must not compile.
+
         Raises:
-            StateError: The share was given back.
+            StateError: The share was given back; or torch compiles the call, and ``verb`` is given.
         """
-        if torch.compiler.is_compiling():  # the operators check this each time they run
-            return self.shared
+        if torch.compiler.is_compiling():
+            if verb:
+                refuse_traced(f"Dispatcher.{verb}: compile both verbs of a layer or none, and pass the plan in.")
+            return self.shared  # the operators check this each time they run
         if not self._collected.alive:
-            raise StateError(
+            error = StateError(
                 f"Dispatcher: the dispatcher must be open, got a closed one of backend {self.shared.backend_name!r}. "
                 "Build another with build_dispatcher. [MD10]"
             )
+            if self.name:
+                error.add_note(f"In the dispatcher {self.name!r}.")
+            raise error
         shared = self.shared
         if shared.communicator.observers or shared.control.observers:
             shared.announce(self.name)
         return shared
+
+    def enter_unless_traced(self) -> Channel | None:
+        """Return what ``enter`` does; None if torch traces the call, which ``moe_dispatch.compiling`` then runs."""
+        channel = self.shared
+        if torch.compiler.is_compiling() or (
+            torch._C._len_torch_dispatch_stack() and channel.needs.compilable and is_traced()
+        ):
+            return None
+        is_observed = channel.communicator.observers or channel.control.observers
+        return channel if self._collected.alive and not is_observed else self.enter()
 
     def use(self, slots: Slots) -> None:
         """Send the rows of later dispatches to these slots. They must be equal on all ranks, and fit the channel."""
@@ -265,44 +286,27 @@ _serial = itertools.count()
 # By the ids of the group and the control group, and the digest of the config. An open channel holds its groups, so no
 # other group gets the same id.
 _channels: dict[tuple[int, int, str], Channel] = {}
-_by_name: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
+open_by_name: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
 # These channels are kept, because a destructor would free memory on this rank that its peers have mapped.
 _abandoned: list[Channel] = []
 
 
-def named_channel(name: str) -> Channel:
-    """Return the open channel of this name. Operators take names, because they cannot take process groups.
-
-    Raises:
-        StateError: The channel was closed, or was never opened in this process.
-    """
-    channel = _by_name.get(name)
-    if channel is None or not channel.users:
-        raise StateError(
-            f"moe_dispatch operators: channel {name!r} is not open. Keep the dispatcher open while code that was "
-            "compiled with it, or a backward of it, still runs."
-        )
-    channel.announce("")  # which dispatcher calls is not known here
-    return channel
-
-
 @contextmanager
-def standing_in(by_lease: Mapping[Lease, Channel], by_name: Sequence[Channel]) -> Iterator[None]:
+def standing_in(by_lease: Mapping[Lease, Channel], *, refusal: str) -> Iterator[None]:
     """Let calls use other objects than the channels of their dispatchers. The channels stay open meanwhile.
 
     Args:
         by_lease: For each lease, what ``enter`` returns: a copy of the channel with other attributes.
-        by_name: For each channel, what ``named_channel`` returns: such a copy with the same name.
+        refusal: Text of the error of calls that find the channel by its name instead.
     """
     shares = [Lease(lease.opened, lease.name) for lease in by_lease]
     for lease, channel in by_lease.items():
-        lease.shared = channel
-    _by_name.update({channel.name: channel for channel in by_name})
+        lease.shared, lease.opened.refusal = channel, refusal
     try:
         yield
     finally:
         for lease in by_lease:
-            lease.shared = _by_name[lease.opened.name] = lease.opened
+            lease.shared, lease.opened.refusal = lease.opened, ""
         for share in shares:
             share.release()
 
@@ -357,7 +361,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     raise_alike(control, problem, label="build")
     assert channel is not None
     with _lock:
-        _channels[key] = _by_name[channel.name] = channel
+        _channels[key] = open_by_name[channel.name] = channel
         lease = Lease(channel, name)
     return _begin(lease)
 
@@ -468,6 +472,6 @@ def ranks_per_node(hosts: Sequence[str]) -> int:
 @atexit.register
 def _drop_backends() -> None:
     """Drop the buffers of open channels, which hold process groups, while the interpreter still runs."""
-    for channel in {id(channel): channel for channel in (*_by_name.values(), *_abandoned)}.values():
+    for channel in {id(channel): channel for channel in (*open_by_name.values(), *_abandoned)}.values():
         channel.users = 0  # a dispatcher that is closed from now on must not close the backend
         del channel.backend

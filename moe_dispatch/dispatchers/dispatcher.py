@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar, cast, final, overload
 
@@ -15,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch._observers import tell_combined, tell_started
 from moe_dispatch._slots import Placement, load_slot_options
+from moe_dispatch._tracing import real_tensors, traced_calls
 from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import autograd, checks, operators, overflow
+from moe_dispatch.dispatchers import autograd, checks, overflow
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
 from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel, profiler_range
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
@@ -73,7 +73,7 @@ class Dispatcher(nn.Module):
             raise ConfigError(f"Dispatcher: pass {way_out}, not a {type(config).__name__}.")
         self.config = config
         self.name = name
-        with _real_tensors():
+        with real_tensors():
             self._lease = lease_channel(config, group, control_group, name)
             if torch.cuda.is_available():
                 autograd.make_anchor(self._channel.device_of_rows())
@@ -128,9 +128,8 @@ class Dispatcher(nn.Module):
         each rank and a count of invalid ids where the control group is on the device of the rows; on ``allgather`` also
         a count for each expert. A backend with buffers may grow the buffers here, which is collective.
         """
-        operators.refuse_tracing("plan")
+        channel = self._lease.enter("plan")
         try:
-            channel = self._lease.enter()
             try:
                 if layout is None and like is None and self.config.infer_layout:
                     raise InputError("Dispatcher.plan: pass the layout of the batch, or like=x.")
@@ -219,11 +218,10 @@ class Dispatcher(nn.Module):
         lease = self._lease
         if again is not None:
             return self._dispatch_again(x, routing, plan, again)
-        if torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() and operators.is_traced(lease)):
-            return operators.trace_dispatch(lease, x, routing, self._layout_in(plan, x), plan)
+        if (channel := lease.enter_unless_traced()) is None:
+            return traced_calls().dispatch(lease, x, routing, self._layout_in(plan, x), plan)
         grad_enabled = torch.is_grad_enabled()
         try:
-            channel = lease.enter()
             with profiler_range("dispatch"):
                 try:
                     if type(x) is not Tensor:
@@ -304,15 +302,15 @@ class Dispatcher(nn.Module):
             raise InputError(
                 "Dispatcher.dispatch: again=sent already has routing and plan. Pass x and again=sent only."
             )
-        if state.route is None:
-            return operators.trace_dispatch_again(x, again)
+        if not isinstance(state, autograd.State):
+            return traced_calls().dispatch_again(x, again)
+        channel = self._lease.enter("dispatch")
         try:
             with profiler_range("dispatch"):
                 if type(x) is not Tensor:
                     check_plain("Dispatcher.dispatch", x=x)
-                channel, x_TD = self._channel, state.layout.flatten(x)
+                x_TD = state.layout.flatten(x)
                 checks.check_again(x_TD, state.num_rows, again.in_graph.device, channel)
-                assert state.padded is not None
                 with torch.no_grad():
                     arrived = state.route.send(autograd.pad(x_TD, state.real_rows, state.padded))
                 x_TD = autograd.anchor(x_TD, channel)
@@ -324,8 +322,8 @@ class Dispatcher(nn.Module):
             self._name_in(error)
             raise
 
-    def _state(self, sent: Dispatched, verb: str) -> autograd.State:
-        self._lease.enter()  # raises if closed
+    def _state(self, sent: Dispatched, verb: str) -> Any:
+        """Return the state of ``sent``: an ``autograd.State``, or that of a call which torch traced."""
         if not isinstance(sent, Dispatched):
             raise InputError(
                 f"Dispatcher.{verb}: sent must be a Dispatched, got {type(sent).__name__}. Pass what dispatch "
@@ -333,10 +331,7 @@ class Dispatcher(nn.Module):
             )
         if sent.state.lease is not self._lease:
             raise StateError(f"Dispatcher.{verb}: sent must come from this dispatcher, not from another one.")
-        state: autograd.State = sent.state
-        if state.route is not None and torch.compiler.is_compiling():
-            operators.refuse_tracing(verb)
-        return state
+        return sent.state
 
     @final
     def combine(self, rows: Tensor, sent: Dispatched) -> Tensor:
@@ -361,9 +356,9 @@ class Dispatcher(nn.Module):
         Cost: that of the backend; no host sync.
         """
         state = self._state(sent, "combine")
-        if state.route is None:
-            return operators.trace_combine(rows, sent)
-        channel = state.lease.shared
+        if not isinstance(state, autograd.State):
+            return traced_calls().combine(rows, sent)
+        channel = self._lease.enter("combine")
         try:
             with profiler_range("combine"):
                 rows = checks.check_combine(rows, sent.in_graph, channel)
@@ -399,8 +394,9 @@ class Dispatcher(nn.Module):
 
         Cost: one small all-reduce on the control group. If something is wrong, also an exchange of texts.
         """
+        channel = self._lease.enter()
         try:
-            load_slot_options().place(self._lease, placement, self._channel.device_of_rows(device))
+            load_slot_options().place(self._lease, placement, channel.device_of_rows(device))
         except Exception as error:
             self._name_in(error)
             raise
@@ -594,15 +590,6 @@ def receive(
     if isinstance(arrived.rows, Tensor):
         return sent
     return arrived.rows.added_to(sent, departed.channel.shape.wire_dtype)
-
-
-def _real_tensors() -> AbstractContextManager[Any]:
-    """Return a context without fake tensors: the ranks exchange numbers while they build a dispatcher."""
-    if not torch._C._len_torch_dispatch_stack():
-        return nullcontext()
-    from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: PLC0415 - an eager layer never needs it
-
-    return unset_fake_temporarily()
 
 
 def _once(lease: Lease, complete: Callable[[], Dispatched], device: torch.device) -> Callable[[], Dispatched]:

@@ -9,7 +9,7 @@ slot is an expert or a rank; a slot may also have no key. N is the number of slo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import final
@@ -64,8 +64,8 @@ class SlotIndex:
         padding: int64, the grouped positions that are padding; None if ``pad_multiple`` is 1.
         filled_R: int64 (R,), ``source_R`` with -1 on padding and slack; None without a fixed size.
         masked_R: int64 (R,), ``source_R`` with -1 on padding, if a kernel made it; None with a fixed size.
-        counts: The number of slots of each key, on the host, without padding; None with a fixed size. An index made by
-            ``from_tables`` has neither ``counts`` nor ``real_L``, ``padded_L`` and ``needed``.
+        counts: The number of slots of each key, on the host, without padding; None with a fixed size. An index that
+            was rebuilt from its tables has neither ``counts`` nor ``real_L``, ``padded_L`` and ``needed``.
         real_L: int64 (L,), the number of slots of each key, on the device, without padding. With a fixed size, dropped
             slots are not counted. Without a fixed size, it is None if the caller of ``group_slots`` did not have it.
         padded_L: int64 (L,), ``real_L`` with padding; without a fixed size, None unless a kernel made the index.
@@ -157,56 +157,6 @@ class SlotIndex:
         padded_L = real_L + (-real_L % multiple) if self.padded_L is None else self.padded_L
         return real_L, padded_L, tuple(round_up(count, multiple) for count in self.counts)
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tables as a list for custom operators. No two share memory. Counts are left out."""
-        tables = (self.source_R, self.slot_N, self.byrow_N, self.cu_S, self.position_N, self.padding, self.filled_R)
-        return [table for table in tables if table is not None]
-
-    @staticmethod
-    def from_tables(
-        table: Callable[[int], Tensor],
-        num_rows: int | None,
-        top_k: int,
-        pad_multiple: int,
-        *,
-        new_size: Callable[[], int],
-        num_keys: int = 0,
-        buffer_rows: int | None = None,
-    ) -> SlotIndex:
-        """Rebuild an index from its ``tensors()``, or make one without values for tracing. The result has no counts.
-
-        Args:
-            table: Function that returns the next table, given its length.
-            num_rows: S; None if S is known only at run time.
-            top_k: K.
-            pad_multiple: As in ``group_slots``.
-            new_size: Function that returns the symbol of a length that is known only at run time.
-            num_keys: L; needed only with ``buffer_rows``.
-            buffer_rows: R of an index of fixed size; None if the shapes depend on the keys.
-        """
-        is_padded, fixed_size = pad_multiple > 1, buffer_rows is not None
-        edges = new_size() if num_rows is None else num_rows + 1
-        slots = (edges - 1) * top_k if fixed_size else new_size()
-        grouped = buffer_rows if buffer_rows is not None else new_size() if is_padded else slots
-        source_R, slot_N, byrow_N, cu_S = table(grouped), table(slots), table(slots), table(edges)
-        position_N = table(slots) if is_padded or fixed_size else None
-        padding = None
-        if is_padded:
-            padding = table(num_keys * (pad_multiple - 1) if fixed_size else new_size())
-        return SlotIndex(
-            num_rows=cu_S.shape[0] - 1,
-            top_k=top_k,
-            num_grouped=source_R.shape[0],
-            pad_multiple=pad_multiple,
-            source_R=source_R,
-            slot_N=slot_N,
-            byrow_N=byrow_N,
-            cu_S=cu_S,
-            position_N=position_N,
-            padding=padding,
-            filled_R=table(grouped) if fixed_size else None,
-        )
-
 
 def index_bytes(num_rows: int, top_k: int, num_keys: int, buffer_rows: int, pad_multiple: int) -> int:
     """Return the number of bytes of an index of fixed size and its counts.
@@ -236,7 +186,7 @@ def merge_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tens
     if ids_TK.shape[1] == 1:
         return ids_TK, weights_TK
     same_TKK = ids_TK.unsqueeze(2) == ids_TK.unsqueeze(1)
-    if asks and ids_TK.is_cpu and not torch.compiler.is_compiling():
+    if asks and ids_TK.is_cpu:
         if int(same_TKK.count_nonzero()) == ids_TK.numel():
             return ids_TK, weights_TK
         real_TK = ids_TK >= 0  # all slots that go nowhere have the same id

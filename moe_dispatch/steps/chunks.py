@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from moe_dispatch._tracing import refuse_traced
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import facts_of, settle, tell_peers
-from moe_dispatch.dispatchers.operators import refuse_compiled
 from moe_dispatch.errors import InputError
 from moe_dispatch.layouts import Layout, Masked, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
@@ -92,7 +92,7 @@ def _run_chunks(
     plan: Plan | Layout | None,
 ) -> Tensor:
     if torch.compiler.is_compiling():
-        refuse_compiled(
+        refuse_traced(
             "Dispatcher.forward: chunk_tokens does not work in a compiled region. Compile the experts alone, or set "
             "chunk_tokens=None."
         )

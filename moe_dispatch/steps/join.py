@@ -45,6 +45,7 @@ Experts = Callable[[Dispatched], Tensor]
 
 _of_thread = threading.local()
 _NOTHING = -(2**61)  # what a rank adds to a maximum that it does not take part in
+_TRACED = "join: calls inside torch.compile and selective checkpointing are not answered."
 _DTYPES = sorted(ROW_DTYPES, key=str)
 _ANSWERED = ("sizes", "debug", "refusal")  # labels of what a dispatch exchanges on the control group
 # The first number of a message: what comes next. A rank that fails says so in place of its next exchange, and the
@@ -236,9 +237,8 @@ class _Session:
     def block(self) -> Iterator[None]:
         """Announce the exchanges of the dispatchers inside. A dispatcher that was closed there closes at the end."""
         by_lease = {lease: self._stand_in(lease.opened, number) for number, lease in enumerate(self._leases)}
-        by_name = [self._stand_in(channel, None) for channel in self._channels]  # for operators
         groups = {link.group for each in self._channels for link in (each.communicator, each.control)} - {None}
-        with standing_in(by_lease, by_name):
+        with standing_in(by_lease, refusal=_TRACED):
             for group in groups:
                 observers_of(group).append(self._guard)
             _of_thread.is_joined = True
@@ -558,8 +558,6 @@ class _Backend(Backend):
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
     ) -> _Route:
         session, device = self._session, rows_TD.device.type
-        if self._number is None:
-            self.route_from()
         dtypes = [_DTYPES.index(tensor.dtype) for tensor in (rows_TD, weights_TK)]
         autocast = _DTYPES.index(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else -1
         told = _NOTHING if mark is None else read_host(mark.view(1))[0]
@@ -575,9 +573,6 @@ class _Backend(Backend):
             arrived = self._inner.finish(started.inner)
         started.inner = arrived.route
         return dataclasses.replace(arrived, route=started)
-
-    def route_from(self, *arguments: Any) -> NoReturn:
-        raise StateError("join: calls inside torch.compile and selective checkpointing are not answered.")
 
     def refuse(self, device: torch.device) -> None:
         with self._announced(_REFUSE):  # while others may start a dispatch

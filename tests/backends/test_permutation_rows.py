@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_dispatch import build_dispatcher
+from moe_dispatch.compiling.routes import index_tensors
 from moe_dispatch.permutation import Permutation, SlotIndex, TorchPermutation, accumulation_dtype, group_slots, round_up
 from moe_dispatch.permutation import rows as bags
 from moe_dispatch.permutation.rows import as_words, bag, in_bfloat16_parts, sum_by_columns
@@ -398,7 +399,7 @@ def test_values_to_grouped_and_back(slack: int | None, table: Table) -> None:
     """By the index whose size follows the keys, and by one of fixed size with slack behind the rows."""
     assume(table.keys or slack is None)
     index = table.index if slack is None else static_index(table, slack)
-    addresses = [tensor.untyped_storage().data_ptr() for tensor in index.tensors() if tensor.numel()]
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in index_tensors(index) if tensor.numel()]
     assert len({*addresses}) == len(addresses), "an operator must not return the same memory twice"
     grouped: list[tuple[int, int] | None] = table.grouped()
     grouped += [None] * (index.num_grouped - len(grouped))

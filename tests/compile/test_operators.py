@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch._custom_operators import BODIES
-from moe_dispatch.dispatchers import operators
+from moe_dispatch.compiling import operators
+from moe_dispatch.compiling.registration import BODIES
 from moe_dispatch.dispatchers.autograd import anchor_for, make_anchor
 from moe_dispatch.errors import StateError
 from tests.compile.layer import dispatcher_for, tensors

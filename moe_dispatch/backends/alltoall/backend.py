@@ -19,16 +19,14 @@ from moe_dispatch.backends.base import (
     Arrived,
     Backend,
     BackendContext,
-    Tables,
     marks_agree,
-    on_host,
 )
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.wire import Encoded, PacketFormat, back_wire, dispatch_format, packet_format, row_format
 from moe_dispatch.communication import Work, read_host
 from moe_dispatch.errors import PeerError
 from moe_dispatch.permutation.index import true_positions
-from moe_dispatch.types import Capacity, Sizes
+from moe_dispatch.types import Sizes
 
 # The exchange of counts sends ``rows + mark * MARK``, where ``mark`` is the mark of the sending rank. Every number of
 # rows is smaller than ``MARK``, so a floor division gives the mark, and the remainder is the number of rows.
@@ -83,10 +81,6 @@ class Leg:
         if values is not None:
             permutation.sum_bags(form.weights(received).contiguous(), self.member_B, self.cu_T, None, values)
 
-    def tensors(self) -> list[Tensor]:
-        """Return the numbers of rows and the tables, for ``leg_from``."""
-        return [on_host(self.rows_out, self.rows_in), self.source_B, self.member_B, self.cu_T]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AllToAllRoute(RankMajorRoute):
@@ -108,10 +102,6 @@ class AllToAllRoute(RankMajorRoute):
             packets = exchange(self.context, packets, leg.source_B, leg.rows_out, leg.rows_in, label + leg.suffix)
         return row.decode(packets)
 
-    @property
-    def num_rows(self) -> int:
-        return self.legs[0].cu_T.shape[0] - 1
-
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
@@ -127,11 +117,6 @@ class AllToAllRoute(RankMajorRoute):
         values = None if values_R is None else values_R.new_empty(num_rows, form.top_k)
         outer.add_up(packets, form, out, values, label=label)
         return out, values
-
-    def tensors(self) -> list[Tensor]:
-        tables = [tensor for leg in self.legs for tensor in leg.tensors()]
-        # With a fixed size, the numbers of rows, which come first, follow from the sizes of the tables.
-        return [*(tables[1:] if self.index.fixed_size else tables), *self.index.tensors()]
 
 
 @final
@@ -264,10 +249,6 @@ class AllToAll(Backend):
         )
         return AllToAllRoute(context=context, legs=(started.leg,), index=index)
 
-    def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> RankMajorRoute:
-        leg, index = leg_from(self.context, tables, num_rows), self.context.index_from(tables, None, capacity)
-        return AllToAllRoute(context=self.context, legs=(leg,), index=index)
-
     @final
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         """Do both halves. The dispatcher calls ``start`` and ``finish`` instead."""
@@ -359,21 +340,6 @@ def reduced_packets(
     if values_R is not None:
         form.weights(packets).copy_(index.to_slots(values_R))
     return form, packets
-
-
-def leg_from(context: BackendContext, tables: Tables, num_rows: int | None, suffix: str = "") -> Leg:
-    """Make a leg of ``num_rows`` rows from its ``tensors()``. None is a number that is known only at run time."""
-    size, sent = context.shape.ep_size, tables.new_size()
-    rows = tables.numbers(2 * size)
-    return Leg(
-        context=context,
-        rows_out=rows[:size],
-        rows_in=rows[size:],
-        suffix=suffix,
-        source_B=tables.table(sent),
-        member_B=tables.table(sent),
-        cu_T=tables.table(tables.new_size() if num_rows is None else num_rows + 1),
-    )
 
 
 def rank_members(owner_TK: Tensor, ep_size: int) -> Tensor:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.alltoall.backend import AllToAll, AllToAllRoute, Leg, Started, exchange, leg_from
-from moe_dispatch.backends.base import BackendContext, Tables, on_host
+from moe_dispatch.backends.alltoall.backend import AllToAll, AllToAllRoute, Started, exchange
 from moe_dispatch.backends.rank_major import RankMajorRoute
 from moe_dispatch.backends.wire import back_wire, packet_format, row_format
 from moe_dispatch.permutation import SlotIndex, group_slots
-from moe_dispatch.types import Capacity, Sizes
+from moe_dispatch.types import Sizes
 
 
 @final
@@ -87,11 +85,6 @@ class ExactRoute(AllToAllRoute):
         values = None if values_R is None else slots.to_slots(form.weights(packets).reshape(-1))
         return out, values
 
-    def tensors(self) -> list[Tensor]:
-        legs = (leg.tensors() for leg in self.legs)
-        ways = ([on_host(way.slots_out, way.slots_in), *way.index.tensors()] for way in self.ways)
-        return [*chain(*legs, *ways), self.weights_TK.clone(), *self.index.tensors()]
-
 
 @final
 class ExactAllToAll(AllToAll):
@@ -111,18 +104,3 @@ class ExactAllToAll(AllToAll):
     def route(self, started: Started, ids_SK: Tensor) -> RankMajorRoute:
         index, (way, weights_TK) = super().route(started, ids_SK).index, started.kept
         return ExactRoute(context=self.context, legs=(started.leg,), ways=(way,), index=index, weights_TK=weights_TK)
-
-    def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> RankMajorRoute:
-        return exact_from(self.context, tables, (leg_from(self.context, tables, num_rows),))
-
-
-def exact_from(context: BackendContext, tables: Tables, legs: Sequence[Leg]) -> ExactRoute:
-    """Make an exact route from its legs and the rest of its ``tensors()``."""
-    size, top_k, ways = context.shape.ep_size, context.shape.top_k, list[SlotWay]()
-    for leg in legs:
-        slots = tables.numbers(2 * size)
-        index = SlotIndex.from_tables(tables.table, leg.cu_T.shape[0] - 1, top_k, 1, new_size=tables.new_size)
-        ways.append(SlotWay(slots_out=slots[:size], slots_in=slots[size:], index=index))
-    weights_TK = tables.table(legs[0].cu_T.shape[0] - 1, top_k, dtype=tables.weights_TK.dtype)
-    index = context.index_from(tables, None, None)
-    return ExactRoute(context=context, legs=legs, ways=ways, index=index, weights_TK=weights_TK)

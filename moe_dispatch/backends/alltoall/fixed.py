@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.alltoall.backend import AllToAllRoute, Leg, rank_members
-from moe_dispatch.backends.base import Arrived, Backend, Route, Tables
+from moe_dispatch.backends.base import Arrived, Backend
 from moe_dispatch.backends.capacity import tokens_of
 from moe_dispatch.backends.rank_major import arrive
 from moe_dispatch.backends.wire import dispatch_format
 from moe_dispatch.permutation.index import front, heaviest, running_total
-from moe_dispatch.types import Capacity, Sizes
+from moe_dispatch.types import Sizes
 
 
 @final
@@ -62,7 +62,7 @@ class FixedAllToAll(Backend):
         first_expert = context.communicator.rank * context.shape.num_local_experts
         index = context.group(ids_SK - first_expert, weights_SK, capacity)
         return arrive(
-            AllToAllRoute(context=context, legs=(self._leg(table.source_B, table.member_N, table.cu_T),), index=index),
+            AllToAllRoute(context=context, legs=(self.leg(table.source_B, table.member_N, table.cu_T),), index=index),
             rows_SD,
             weights_SK,
             dtype,
@@ -73,19 +73,11 @@ class FixedAllToAll(Backend):
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         return self.finish(self.start(rows_TD, ids_TK, weights_TK, sizes))
 
-    def _leg(self, source_B: Tensor, member_B: Tensor, cu_T: Tensor) -> Leg:
+    def leg(self, source_B: Tensor, member_B: Tensor, cu_T: Tensor) -> Leg:
+        """Return the leg of a dispatch, on which all ranks send each other equally many rows."""
         size = self.context.shape.ep_size
         rows = [len(source_B) // size] * size
         return Leg(context=self.context, rows_out=rows, rows_in=rows, source_B=source_B, member_B=member_B, cu_T=cu_T)
-
-    def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> Route:
-        assert num_rows is not None
-        assert capacity is not None
-        assert capacity.pair_rows is not None
-        size, table = self.context.shape.ep_size, tables.table
-        leg = self._leg(table(capacity.pair_rows * size), table(num_rows * size), table(num_rows + 1))
-        index = self.context.index_from(tables, leg.source_B.shape[0], capacity)
-        return AllToAllRoute(context=self.context, legs=(leg,), index=index)
 
 
 @final

@@ -26,17 +26,16 @@ from moe_dispatch.backends.alltoall.backend import (
     AllToAll,
     AllToAllRoute,
     Started,
-    leg_from,
     ordered,
     rank_members,
     start_rows,
 )
-from moe_dispatch.backends.alltoall.exact import ExactRoute, exact_from, slot_way
-from moe_dispatch.backends.base import Arrived, BackendContext, MoEShape, Tables
+from moe_dispatch.backends.alltoall.exact import ExactRoute, slot_way
+from moe_dispatch.backends.base import Arrived, BackendContext, MoEShape
 from moe_dispatch.backends.rank_major import RankMajorRoute
 from moe_dispatch.communication import to_device
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.types import Capacity, Sizes
+from moe_dispatch.types import Sizes
 
 WITHIN_NODE = ".within_node"  # behind the labels of the collectives of the second leg
 
@@ -181,21 +180,21 @@ class TwoLevelAllToAll(AllToAll):
 
     def __init__(self, context: BackendContext, nodes: Nodes) -> None:
         super().__init__(context)
-        self._nodes = nodes
+        self.nodes = nodes
         self.width += nodes.num_columns
         self.rows_at += 1
 
     def members(self, owner_TK: Tensor, to_ranks: Tensor) -> Tensor:
         super().members(owner_TK, to_ranks)
-        members_MT = rank_members(self._nodes.node_of(owner_TK), self._nodes.num_nodes)
-        self._nodes.write_counts(to_ranks, members_MT)
+        members_MT = rank_members(self.nodes.node_of(owner_TK), self.nodes.num_nodes)
+        self.nodes.write_counts(to_ranks, members_MT)
         return members_MT
 
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
     ) -> Started:
         """Start the first leg as a dispatch with one level does, with nodes in place of ranks."""
-        started, nodes = super().start(rows_TD, ids_TK, weights_TK, sizes, mark), self._nodes
+        started, nodes = super().start(rows_TD, ids_TK, weights_TK, sizes, mark), self.nodes
         if not nodes.exact:
             return replace(started, kept=(started.leg,))
         experts, host, width = self.num_experts, started.host, self.width
@@ -206,7 +205,7 @@ class TwoLevelAllToAll(AllToAll):
 
     def finish(self, started: Started) -> Arrived:
         """Send the packets on: this rank is a relay for the ranks of its node that need them."""
-        context, nodes, relayed = self.context, self._nodes, started.received
+        context, nodes, relayed = self.context, self.nodes, started.received
         started.work.wait()
         owner_SK = nodes.neighbour_of(started.form.ids(relayed))
         rows_out, rows_in, slots = nodes.leg_within(started.host)
@@ -219,7 +218,7 @@ class TwoLevelAllToAll(AllToAll):
         return super().finish(replace(started, leg=inner, work=work, outgoing=outgoing, received=received, kept=kept))
 
     def route(self, started: Started, ids_SK: Tensor) -> RankMajorRoute:
-        context, nodes, experts = self.context, self._nodes, self.num_experts
+        context, nodes, experts = self.context, self.nodes, self.num_experts
         keys_SK = nodes.keys(
             ids_SK - self.first_expert, started.host[experts :: self.width][1 + context.shape.ep_size :]
         )
@@ -236,9 +235,3 @@ class TwoLevelAllToAll(AllToAll):
             return AllToAllRoute(context=context, legs=legs, index=index)
         way, weights_TK, inner_way = exact
         return ExactRoute(context=context, legs=legs, ways=(way, inner_way), index=index, weights_TK=weights_TK)
-
-    def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> RankMajorRoute:
-        legs = (leg_from(self.context, tables, num_rows), leg_from(self.context, tables, None, WITHIN_NODE))
-        if self._nodes.exact:
-            return exact_from(self.context, tables, legs)
-        return AllToAllRoute(context=self.context, legs=legs, index=self.context.index_from(tables, None, None))
