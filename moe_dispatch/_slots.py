@@ -10,12 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
+from moe_dispatch._options import Options
 from moe_dispatch._probing import require_plug_in
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from moe_dispatch.dispatchers.channel import Channel, Lease
 
 # For editors, which offer these names; names of other planners are as good.
-PlannerName = Literal["exact", "least_loaded", "eplb"]
+BalanceName = Literal["manual", "exact", "least_loaded", "eplb"]
+MANUAL = "manual"
 
 
 class Placement:
@@ -89,35 +90,33 @@ class Slots(ABC):
         raise NotImplementedError
 
 
-class SlotOptions(ABC):
-    """What a config says about expert slots, before a channel is open.
+class SlotOptions(Options, ABC):
+    """What ``balance`` says about expert slots, before a channel is open.
 
-    Args:
-        config: The config.
+    Attributes:
+        name: Name of the planner, or "manual".
+        plans: Whether each dispatch plans a placement of its own. If not, only ``Dispatcher.place`` changes it.
     """
 
-    def __init__(self, config: DispatcherConfig) -> None:
-        self.config = config
+    plans: ClassVar[bool] = True
+
+    name: str
 
     @abstractmethod
-    def check(self) -> None:
-        """Raise ConfigError if fields of the config contradict each other."""
-
-    @abstractmethod
-    def spare_slots(self, ep_size: int) -> int:
+    def spare_slots(self, config: DispatcherConfig, ep_size: int) -> int:
         """Return the number of slots that each rank has beside those of its own experts."""
 
-    @abstractmethod
-    def is_proved(self, ep_size: int) -> bool:
+    def is_proved(self, config: DispatcherConfig, ep_size: int) -> bool:
         """Return whether the load of ranks has a bound that holds for every routing."""
+        return False
 
-    @abstractmethod
-    def promise(self, ep_size: int) -> str:
+    def promise(self, config: DispatcherConfig, ep_size: int) -> str:
         """Say in a sentence what bound the load of ranks has; empty if nothing is promised."""
+        return ""
 
-    @abstractmethod
-    def planned_rows(self, ep_size: int) -> int | None:
+    def planned_rows(self, config: DispatcherConfig, ep_size: int) -> int | None:
         """Return the most rows of one rank's experts in graph-safe mode, if plans bound them for every routing."""
+        return None
 
     @abstractmethod
     def open(self, channel: Channel) -> Slots | None:
@@ -140,17 +139,13 @@ class SlotOptions(ABC):
         """Return the slots whose ``tensors()`` are given."""
 
 
-@cache
-def load_slot_options() -> type[SlotOptions]:
-    """Return the options class of the plug-in.
+def load_slot_options(name: str = MANUAL) -> type[SlotOptions]:
+    """Return the options class of a planner, or of "manual".
 
     Raises:
-        ConfigError: The plug-in is not installed.
+        ConfigError: The plug-in is not installed, the name is unknown, or the package of the planner fails to import.
     """
-    require_plug_in(
-        "moe_dispatch.balance",
-        "balance, balance_bound, balance_min_rows, spare_experts_per_rank and Dispatcher.place need it. Leave them out",
-    )
-    from moe_dispatch.balance.options import BalanceOptions  # noqa: PLC0415 - a plain call never needs it
+    require_plug_in("moe_dispatch.balance", "balance and Dispatcher.place need it. Leave them out")
+    from moe_dispatch.balance.options import options_of  # noqa: PLC0415 - a plain call never needs it
 
-    return BalanceOptions
+    return options_of(name)

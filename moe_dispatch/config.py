@@ -12,13 +12,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from moe_dispatch._former_fields import former_field, former_variable
+from moe_dispatch._options import FROZEN, SHORT, Count, Options, name_in, spelled_out, with_option
 from moe_dispatch._probing import how_to_install, require_plug_in
-from moe_dispatch._slots import PlannerName, SlotOptions, load_slot_options
+from moe_dispatch._slots import BalanceName, SlotOptions, load_slot_options
 from moe_dispatch._support import newer_format
 from moe_dispatch.backends.base import BackendOptions, PermutationName
-from moe_dispatch.backends.capacity import Factor
+from moe_dispatch.backends.capacity import GraphSafeOptions
 from moe_dispatch.backends.registry import (
     AUTO,
     BackendName,
@@ -27,12 +29,12 @@ from moe_dispatch.backends.registry import (
     load_backend,
     parse_backend,
 )
-from moe_dispatch.backends.wire import WireDtype, load_wire_options
+from moe_dispatch.backends.wire import WireDtype, WireOptions, load_wire_options
 from moe_dispatch.communication import canonical_json
 from moe_dispatch.errors import ConfigError, did_you_mean, shown
 
 if TYPE_CHECKING:
-    from moe_dispatch.quantised.options import WireOptions
+    from moe_dispatch.steps.options import ChunkOptions
 
 ENVIRONMENT_PREFIX = "MOE_DISPATCH_"
 # Quantised grouped GEMMs need a row count for each expert that is a multiple of these numbers. mxfp8: the GEMM of the
@@ -48,9 +50,6 @@ SHORTEST_WATCHDOG = 0.1
 LONGEST_WATCHDOG = 1e6
 
 RowCounts = Literal["agree", "assume", "check", "static"]
-_Count = Annotated[int, Field(ge=1, lt=2**31)]
-# Hidden inputs, because pydantic would write out the whole of a deep or huge value.
-_FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
 
 @final
@@ -68,16 +67,16 @@ class ConstraintOverrides(BaseModel):
         max_local_experts: Largest number of experts on each rank.
     """
 
-    model_config = _FROZEN
+    model_config = FROZEN
 
-    row_multiple: _Count | None = None
-    max_rows: _Count | None = None
-    hidden_multiple: _Count | None = None
-    max_hidden: _Count | None = None
-    max_top_k: _Count | None = None
+    row_multiple: Count | None = None
+    max_rows: Count | None = None
+    hidden_multiple: Count | None = None
+    max_hidden: Count | None = None
+    max_top_k: Count | None = None
     group_sizes: Annotated[tuple[int, ...], Field(strict=False)] | None = None
-    local_experts_multiple: _Count | None = None
-    max_local_experts: _Count | None = None
+    local_experts_multiple: Count | None = None
+    max_local_experts: Count | None = None
 
     def given(self) -> dict[str, Any]:
         """Return the numbers that are set, with the names and types of ``Constraints``."""
@@ -91,6 +90,10 @@ class DispatcherConfig(BaseModel):
 
     A config is frozen. Types are strict: "8" is not an int. Unknown fields are refused.
 
+    ``backend``, ``balance``, ``wire``, ``chunks`` and ``graph_safe`` are each a short value, or a mapping with options:
+    ``balance="exact"`` or ``balance={"name": "exact", "bound": 1.05}``. The field keeps what was written. The options
+    class that it is parsed into documents the options, and has their defaults.
+
     Two configs are equal if they mean the same: ``"alltoall"`` equals ``{"name": "alltoall"}``, ``"fp8"`` equals
     ``16``, and ``row_counts=None`` equals the policy that it stands for.
 
@@ -98,61 +101,33 @@ class DispatcherConfig(BaseModel):
         backend: Name of the backend, or a mapping with its ``name`` and its options. "auto" chooses a backend and logs
             the choice.
         num_experts: E, the number of experts in the whole expert-parallel group.
-        spare_experts_per_rank: Number of expert slots that each rank has beside those of its own experts, for copies
-            of busy experts. ``Dispatcher.place`` fills them, or ``balance``. With ``balance="exact"``, 0 stands for
-            ``num_experts / ep_size``, which is enough for every routing, so more slots are not made.
-        balance: Name of a planner that places experts anew in every dispatch. "exact" gives every rank the same number
-            of rows; with ``graph_safe`` it also fixes the size of the buffers, and the device plans without the host.
-            None: placements change only by ``Dispatcher.place``.
-        balance_bound: For "exact", rows of the busiest rank divided by the mean: 1.0 is exact, and 1.05 copies fewer
-            experts. It holds for every routing if ``spare_experts_per_rank`` is at least ``num_experts / ep_size``.
-            With fewer slots, a plan keeps the copies that relieve other ranks most, and the bound may be exceeded.
-        balance_min_rows: For "exact" in eager mode, the fewest rows for which a copy of an expert is made, because its
-            weights must travel too. None takes 512 rows on a CPU and 1024 on a GPU, 0 makes every copy.
         top_k: K, the number of experts that a row is routed to.
         hidden_size: D, the number of columns of a row.
+        balance: Name of a planner that places experts anew in every dispatch, and copies busy ones to spare expert
+            slots; or a mapping with its ``name`` and its options. "exact" (options: ``ExactOptions``) gives every rank
+            the same number of rows. "least_loaded", "eplb" and planners of other packages have the options
+            ``spare_experts_per_rank``, 1 by default, and their own. "manual" has such slots too, but placements change
+            only by ``Dispatcher.place``. None: there are no spare slots.
         pad_multiple: The rows of each expert are padded to a multiple of this number. "bf16" stands for 1, "fp8" for
             16, "mxfp8" for 32, "nvfp4" for 128.
         weights: Who multiplies the outputs of experts by the routing weights: "combine", or "experts", which then read
             ``sent.weights``.
-        wire_dtype: Dtype in which rows travel between ranks. None sends rows in their own dtype. "float8_e4m3fn" and
-            "mxfp8" quantise the rows of dispatch to float8_e4m3fn numbers, the first with one float32 scale for every
-            128 columns, the second with one power of two (e8m0) for every 32. The rows of combine, and gradients
-            without ``grad_wire_dtype``, then travel in bfloat16. The gradient of the quantisation is the identity
-            (straight-through).
-        grad_wire_dtype: Dtype in which the gradient rows of combine travel: None for that of the rows of combine, or
-            the quantised ``wire_dtype``. With ``deliver="quantised"`` and ``weights="experts"``, ``quantised_gradient``
-            of ``moe_dispatch.quantised`` has them as they travelled.
-        deliver: Form in which experts get rows. "rows" widens them to the model's dtype. "quantised" leaves them as
-            they travelled, in ``sent.quantised``, for a grouped GEMM that takes such rows; ``sent.rows`` are widened
-            when they are read. It needs one of the quantised ``wire_dtype``, and ``pad_multiple`` must be a multiple of
-            what their GEMMs need: 32 for "mxfp8", 128 for "float8_e4m3fn".
+        wire: Dtype in which rows travel between ranks, "bfloat16", "float8_e4m3fn" or "mxfp8"; or a mapping with this
+            ``dtype`` and further options, as in ``QuantisedOptions``. None sends rows in their own dtype.
         row_counts: How ranks learn each other's row counts, if the backend needs equal counts or the largest count, or
-            with ``chunk_tokens``, which needs the largest count on every backend.
+            with ``chunks``, which need the largest count on every backend.
             "agree": by an all-reduce (MAX) and one host sync. "assume": the caller promises equal counts. "check": like
             "assume", but ranks compare their counts and raise if they differ. "static": every rank is padded to
             ``max_tokens_per_rank``. None: "agree", or "static" in graph-safe mode.
         max_tokens_per_rank: Largest number of rows that a rank passes to dispatch.
-        chunk_tokens: Largest number of rows that a rank passes to one dispatch. A layer call with more rows runs
-            dispatch, experts and combine in chunks, as many on every rank. So rows and buffers have a bound that does
-            not grow with the micro-batch: see ``moe_dispatch.dispatchers.run_in_chunks``. A finite capacity
-            is per chunk, so chunks can drop rows that one dispatch keeps. None: one dispatch.
-        chunk_recompute: Whether each chunk is computed again in the backward, so that only one chunk's rows and
-            activations exist at a time. If not, the backward keeps them all, and while experts work on one chunk, the
-            rows of the next one travel.
+        chunks: Largest number of rows that a rank passes to one dispatch. A layer call with more rows runs in chunks.
+            Or a mapping with these ``tokens`` and further options, as in ``ChunkOptions``. None: one dispatch.
         infer_layout: Whether a call without a layout takes the layout from ``layout_of(x)``. False refuses such a call.
             Set False for packed data: a rank that did not receive the layout would otherwise treat its rows as a plain
             batch.
         graph_safe: Whether dispatch and combine, forward and backward, do without host syncs and without shapes that
-            depend on data.
-        capacity_factor: Room for the rows of a rank's experts in graph-safe mode. A float is relative to the balanced
-            load: the room is ``ceil(capacity_factor * max_tokens_per_rank * top_k)`` rows, before experts are padded.
-            With a smaller ``chunk_tokens``, that takes the place of ``max_tokens_per_rank``.
-            "worst" is room for every possible routing.
-        on_overflow: What happens to rows that exceed a finite capacity; required with a finite capacity. "raise":
-            ``check()`` raises on all ranks. "drop": the slots with the least weight are dropped; among equal weights,
-            the last by source rank, token and slot. "drop_by_position": the rows of the highest experts are dropped, as
-            ``hybridep`` does.
+            depend on data. Or a mapping with the room for rows, and what happens to others, as in
+            ``GraphSafeOptions``. True is room for every possible routing.
         permutation: Implementation of the reorder on one rank: "torch", "triton" (kernels of this package) or "te"
             (kernels of transformer-engine). A named one is used or refused. "auto" is "triton" on CUDA devices where
             Triton works, and "torch" elsewhere.
@@ -169,29 +144,21 @@ class DispatcherConfig(BaseModel):
             the name of its field.
     """
 
-    model_config = _FROZEN
+    model_config = FROZEN
 
     backend: BackendName | str | dict[str, Any] = "auto"
-    num_experts: _Count
-    top_k: _Count
-    hidden_size: _Count
-    spare_experts_per_rank: Annotated[int, Field(ge=0)] = 0
-    balance: PlannerName | str | None = None
-    balance_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    balance_min_rows: Annotated[int, Field(ge=0)] | None = None
-    pad_multiple: _Count | Literal["bf16", "fp8", "mxfp8", "nvfp4"] = 1
+    num_experts: Count
+    top_k: Count
+    hidden_size: Count
+    balance: BalanceName | str | dict[str, Any] | None = None
+    pad_multiple: Count | Literal["bf16", "fp8", "mxfp8", "nvfp4"] = 1
     weights: Literal["combine", "experts"] = "combine"
-    wire_dtype: WireDtype | str | None = None
-    grad_wire_dtype: WireDtype | str | None = None
-    deliver: Literal["rows", "quantised"] = "rows"
+    wire: WireDtype | str | dict[str, Any] | None = None
     row_counts: RowCounts | None = None
-    max_tokens_per_rank: _Count | None = None
-    chunk_tokens: _Count | None = None
-    chunk_recompute: bool = False
+    max_tokens_per_rank: Count | None = None
+    chunks: Count | dict[str, Any] | None = None
     infer_layout: bool = True
-    graph_safe: bool = False
-    capacity_factor: Factor = "worst"
-    on_overflow: Literal["raise", "drop", "drop_by_position"] | None = None
+    graph_safe: bool | dict[str, Any] = False
     permutation: PermutationName = "auto"
     device: Literal["cpu", "cuda"] | None = None
     watchdog: Annotated[float, Field(ge=SHORTEST_WATCHDOG, le=LONGEST_WATCHDOG)] | None = None
@@ -215,46 +182,43 @@ class DispatcherConfig(BaseModel):
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    @field_validator("backend")
+    @field_validator(*SHORT)
     @classmethod
-    def _backend_is_known(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
-        parse_backend(value)
-        return copy.deepcopy(value)  # the caller may change the mapping later
+    def _options_are_known(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        _parsed(info.field_name, value)
+        return value == {} or copy.deepcopy(value)  # ``graph_safe={}`` is True; a caller may change a mapping later
 
     @model_validator(mode="after")
     def _fields_agree(self) -> DispatcherConfig:
-        options = {} if self.backend_options is None else self.backend_options.capacity_bounds
-        bounds = {"capacity_factor": self.capacity_factor, **options}
-        finite = ", ".join(f"{name}={bound!r}" for name, bound in bounds.items() if bound != "worst")
-        given = ", ".join(filter(None, [finite, self.on_overflow and f"on_overflow={self.on_overflow!r}"]))
         static = self.row_counts_policy == "static"
+        bounds = ", ".join(f"{name}={bound!r}" for name, bound in self.backend_bounds.items() if bound != "worst")
         for broken, rule in (
             (self.top_k > self.num_experts, f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts})."),
             (
                 static and self.max_tokens_per_rank is None,
                 'graph_safe and row_counts="static" need max_tokens_per_rank.',
             ),
-            (self.graph_safe and not static, f'graph_safe needs row_counts "static", got {self.row_counts!r}.'),
-            (self.chunk_recompute and self.chunk_tokens is None, "chunk_recompute needs chunk_tokens."),
-            (given and not self.graph_safe, f"{given} needs graph_safe=True. Otherwise buffers follow the routing."),
-            (finite and self.on_overflow is None, f'Set on_overflow to "raise" or "drop" with {finite}.'),
+            (bounds and not self.graph_safe, f"{bounds} needs graph_safe. Otherwise buffers follow the routing."),
         ):
             if broken:
                 raise ConfigError(rule)
-        if self.chunk_tokens is not None:
-            require_plug_in("moe_dispatch.steps", "chunk_tokens needs it. Leave that out")
         if self.watchdog is not None:
             require_plug_in("moe_dispatch.observers", "watchdog needs it. Leave that out")
-        if self.slot_options is not None:
-            self.slot_options.check()
-        if self.wire_options is not None:
-            self.wire_options.check(self)
+        for options in self._options.values():
+            if options is not None:
+                options.check(self)
         return self
+
+    @cached_property
+    def _options(self) -> dict[str, Any]:
+        """By field, the options that it was parsed into; None for a field that is off."""
+        return {field: _parsed(field, getattr(self, field)) for field in SHORT}
 
     @cached_property
     def backend_options(self) -> BackendOptions | None:
         """Options of the backend, parsed from ``backend``; None for "auto"."""
-        return parse_backend(self.backend)
+        return self._options["backend"]  # type: ignore[no-any-return]
 
     def options_for(self, ep_size: int) -> BackendOptions:
         """Return the options of the backend; for "auto", the backend that it chooses for ``ep_size`` ranks."""
@@ -266,38 +230,57 @@ class DispatcherConfig(BaseModel):
         return AUTO if self.backend_options is None else self.backend_options.name
 
     @property
+    def backend_bounds(self) -> dict[str, float | Literal["worst"]]:
+        """Options of the backend that limit the rows of a graph-safe dispatch, by path; "worst" is no limit."""
+        bounds = {} if self.backend_options is None else self.backend_options.capacity_bounds
+        return {f"backend.{name}": bound for name, bound in bounds.items()}
+
+    @cached_property
     def slot_options(self) -> SlotOptions | None:
-        """What the config says about expert slots; None if every rank holds its own experts only."""
-        given = self.balance is not None or self.balance_min_rows is not None or self.spare_experts_per_rank
-        return load_slot_options()(self) if given or self.balance_bound != 1 else None
+        """Options of the expert slots, parsed from ``balance``; None if every rank holds its own experts only."""
+        return self._options["balance"]  # type: ignore[no-any-return]
 
     @cached_property
     def wire_options(self) -> WireOptions | None:
-        """What the config says about the format of rows; None if they travel in their own dtype or in bfloat16."""
-        if self.wire_dtype in (None, "bfloat16") and self.grad_wire_dtype is None and self.deliver == "rows":
-            return None
-        return load_wire_options().of(self.wire_dtype, self.grad_wire_dtype, self.deliver)
+        """Options of the wire, parsed from ``wire``; None if rows travel in their own dtype."""
+        return self._options["wire"]  # type: ignore[no-any-return]
+
+    @cached_property
+    def chunk_options(self) -> ChunkOptions | None:
+        """Options of chunks, parsed from ``chunks``; None if a layer call is one dispatch."""
+        return self._options["chunks"]  # type: ignore[no-any-return]
+
+    @cached_property
+    def graph_safe_options(self) -> GraphSafeOptions | None:
+        """Options of graph-safe mode, parsed from ``graph_safe``; None in eager mode."""
+        return self._options["graph_safe"]  # type: ignore[no-any-return]
+
+    @property
+    def plans_placements(self) -> bool:
+        """Whether each dispatch plans a placement of experts. If not, only ``Dispatcher.place`` changes placements."""
+        return self.slot_options is not None and self.slot_options.plans
 
     def spare_slots(self, ep_size: int) -> int:
-        """Return the number of spare expert slots of each of ``ep_size`` ranks. One rank has nothing to balance."""
-        return 0 if self.slot_options is None else self.slot_options.spare_slots(ep_size)
+        """Return the number of spare expert slots of each of ``ep_size`` ranks."""
+        return 0 if self.slot_options is None else self.slot_options.spare_slots(self, ep_size)
 
     def num_chunks(self, rows: int) -> int:
         """Return the number of dispatches in which a layer call sends ``rows`` rows of a rank."""
-        return 1 if self.chunk_tokens is None else max(1, -(-rows // self.chunk_tokens))
+        return 1 if self.chunk_options is None else max(1, -(-rows // self.chunk_options.tokens))
 
     @property
     def max_rows_per_dispatch(self) -> int | None:
         """Largest number of rows that a rank passes to one dispatch; None without a limit."""
-        return min(filter(None, (self.max_tokens_per_rank, self.chunk_tokens)), default=None)
+        tokens = None if self.chunk_options is None else self.chunk_options.tokens
+        return min(filter(None, (self.max_tokens_per_rank, tokens)), default=None)
 
     def balance_is_proved(self, ep_size: int) -> bool:
-        """Return whether ``balance_bound`` holds for every routing, if every copy is made that a plan asks for."""
-        return self.slot_options is not None and self.slot_options.is_proved(ep_size)
+        """Return whether ``balance.bound`` holds for every routing, if every copy is made that a plan asks for."""
+        return self.slot_options is not None and self.slot_options.is_proved(self, ep_size)
 
     def balance_promise(self, ep_size: int) -> str:
         """Say in a sentence what ``balance`` promises on ``ep_size`` ranks. Empty without ``balance``."""
-        return "" if self.slot_options is None else self.slot_options.promise(ep_size)
+        return "" if self.slot_options is None else self.slot_options.promise(self, ep_size)
 
     @property
     def pad_multiple_rows(self) -> int:
@@ -312,10 +295,11 @@ class DispatcherConfig(BaseModel):
     @cached_property
     def canonical(self) -> dict[str, Any]:
         """All fields as JSON values. Equal configs have the same values here."""
-        options = {} if self.backend_options is None else self.backend_options.model_dump(mode="json")
+        spelled = {field: each and each.model_dump(mode="json") for field, each in self._options.items()}
         return {
             **self.model_dump(mode="json"),
-            "backend": {"name": self.backend_name, **options},
+            **spelled,
+            "backend": {"name": self.backend_name, **(spelled["backend"] or {})},
             "pad_multiple": self.pad_multiple_rows,
             "row_counts": self.row_counts_policy,
         }
@@ -340,8 +324,8 @@ class DispatcherConfig(BaseModel):
         """Read a config from a file, the environment and keywords. Each of these overrides the ones before it.
 
         A variable is read if its name is ``MOE_DISPATCH_`` and the name of a field in capitals: ``MOE_DISPATCH_TOP_K``.
-        An option of ``backend`` or of ``constraints`` follows two underscores: ``MOE_DISPATCH_BACKEND__REDUCTION``. Its
-        variable changes this option only. Values are JSON (``64``, ``true``, ``{"name": "alltoall"}``); a value that is
+        An option of a field follows two underscores: ``MOE_DISPATCH_BALANCE__BOUND``. Its variable changes this option
+        only. Values are JSON (``64``, ``true``, ``{"name": "alltoall"}``); a value that is
         not JSON is a string (``alltoall``). Other variables with this prefix are ignored, such as those that Kubernetes
         sets for a service named moe-dispatch, unless the name is nearly that of a field.
 
@@ -366,6 +350,35 @@ class DispatcherConfig(BaseModel):
         except ConfigError as error:
             source = " and ".join(filter(None, ["keywords" if file is None else str(file), ", ".join(variables)]))
             raise ConfigError(f"DispatcherConfig.load: {source}: {error}") from error
+
+
+def _parsed(field: str, value: Any) -> Options | None:
+    """Parse the value of a field that is a short value or a mapping. None and False have no options, nor has "auto".
+
+    Raises:
+        ConfigError: The capability is not installed, or has no name that is known.
+        ValidationError: An option is unknown or has a wrong type. Raised by pydantic.
+    """
+    if value is None or value is False:
+        return None
+    if field == "backend":
+        return parse_backend(value)
+    options = spelled_out(field, value)
+    return _options_class(field, options).model_validate(options)
+
+
+def _options_class(field: str, options: Mapping[str, Any]) -> type[Options]:
+    """Return the class of the options of a field other than ``backend``. A plug-in is imported for its own."""
+    if field == "balance":
+        return load_slot_options(name_in(field, options, "exact"))
+    if field == "chunks":
+        require_plug_in("moe_dispatch.steps", "chunks need it. Leave that out")
+        from moe_dispatch.steps.options import ChunkOptions  # noqa: PLC0415 - a plain call never needs it
+
+        return ChunkOptions
+    if field == "wire":
+        return load_wire_options(name_in(field, options, "mxfp8"))
+    return GraphSafeOptions
 
 
 _OF_THE_GROUP = {"group", "ep_group", "ep_rank", "ep_size", "num_local_experts", "world_size"}
@@ -412,6 +425,8 @@ def _advice(where: tuple[int | str, ...], value: object, fields: Mapping[str, An
     name, is_field = str(where[-1]), len(where) == 1
     if is_field and _holds_fields(value):
         return f" It holds the fields of a config, which must not be below a key. Pass what {name!r} holds."
+    if is_field and (told := former_field(name, fields)) is not None:
+        return f" {told}"
     if is_field and name in _OF_THE_GROUP:
         return " It follows from the group: pass that to build_dispatcher."
     if not is_field and name in DispatcherConfig.model_fields:
@@ -428,10 +443,14 @@ def _advice(where: tuple[int | str, ...], value: object, fields: Mapping[str, An
 
 
 def _names_beside(where: tuple[int | str, ...], fields: Mapping[str, Any]) -> Iterable[str]:
-    """Return the names that are known in the place of a field, an option of the backend or a constraint."""
+    """Return the names that are known in the place of a field, an option or a constraint."""
     if len(where) == 1:
         return DispatcherConfig.model_fields
-    owner = ConstraintOverrides if where[0] == "constraints" else load_backend(fields["backend"]["name"])
+    field = str(where[0])
+    if field == "constraints":
+        return ConstraintOverrides.model_fields
+    options = spelled_out(field, fields[field])
+    owner = load_backend(options["name"]) if field == "backend" else _options_class(field, options)
     return owner.model_fields
 
 
@@ -444,24 +463,19 @@ def overridden(fields: Mapping[str, Any], environment: Mapping[str, str]) -> tup
         name, _, option = variable.removeprefix(ENVIRONMENT_PREFIX).partition("__")
         field, value = name.lower(), json_or_text(environment[variable])
         if name.isupper() and field in DispatcherConfig.model_fields:
-            result[field] = {**_options(result, variable, field), option.lower(): value} if option else value
+            try:
+                result[field] = with_option(result, field, option.lower(), value) if option else value
+            except ConfigError as error:
+                raise ConfigError(f"DispatcherConfig.load: {variable}: {error}") from None
             read.append(variable)
+        elif (told := former_variable(field, ENVIRONMENT_PREFIX)) is not None:
+            misspelled.append(f"{variable}: no such field. {told}")
         # A lower cutoff would refuse MOE_DISPATCH_BACKEND_PORT, which Kubernetes sets for a service.
         elif near := difflib.get_close_matches(field, DispatcherConfig.model_fields, n=1, cutoff=0.8):
             misspelled.append(f"{variable}: no such field. Did you mean {ENVIRONMENT_PREFIX}{near[0].upper()}?")
     if misspelled:
         raise ConfigError(f"DispatcherConfig.load: {' '.join(misspelled)}")
     return result, read
-
-
-def _options(fields: Mapping[str, Any], variable: str, field: str) -> dict[str, Any]:
-    """Return the mapping of a field in which a variable sets an option. A backend may be given by its name alone."""
-    value = fields.get(field, AUTO if field == "backend" else {})
-    if field == "backend" and isinstance(value, str):
-        return {"name": value}
-    if isinstance(value, dict):
-        return value
-    raise ConfigError(f"DispatcherConfig.load: {variable}: {field} has no options, because it is {shown(value)}.")
 
 
 def json_or_text(value: str) -> Any:

@@ -63,7 +63,7 @@ class StateError(MoEDispatchError, RuntimeError):
 
 
 class CapacityError(MoEDispatchError, RuntimeError):
-    """A graph-safe dispatch needed more rows than its buffers hold, and ``on_overflow`` is "raise"."""
+    """A graph-safe dispatch needed more rows than its buffers hold, and ``graph_safe.on_overflow`` is "raise"."""
 
 
 class PeerError(MoEDispatchError, RuntimeError):

@@ -159,7 +159,7 @@ class Plan:
         num_sent: Number of rows that this rank sends, before padding; None if not known yet.
         sizes: Sizes that the ranks agreed on, if the backend needs them: ``padded_rows``, Tp, equal on all ranks, and
             ``group_max_rows``, the largest row count of any rank.
-        num_chunks: Number of dispatches that each layer call makes, 1 without ``chunk_tokens``. Equal on all ranks. The
+        num_chunks: Number of dispatches that each layer call makes, 1 without ``chunks``. Equal on all ranks. The
             sizes are those of one of them.
         settled: Whether the ranks have agreed on the sizes. Only the draft of a plan, which its own rank makes first,
             is not settled.
@@ -207,8 +207,8 @@ class Dispatched:
 
     Attributes:
         rows: The rows, (R, D) in the model's dtype, grouped by expert. Each expert has its real rows, in the order of
-            source rank and token, and then its zero padding. With ``deliver="quantised"`` they are widened on the first
-            read, and kept.
+            source rank and token, and then its zero padding. With ``wire.deliver="quantised"`` they are widened on the
+            first read, and kept.
         tokens_per_expert: int64 (L,) on the device, rows of each expert with padding. An expert without tokens has 0.
         real_tokens_per_expert: int64 (L,) on the device, rows of each expert without padding.
         host_counts: ``tokens_per_expert`` on the host, if the dispatch had a host sync anyway; otherwise None, as in
@@ -219,7 +219,7 @@ class Dispatched:
             experts only. Under ``balance="exact"`` it is an ``ExactPlacement``; ``placement.read()`` has the same on
             the host.
         state: Private state of the dispatcher and the backend.
-        quantised: The rows as they travelled, with ``deliver="quantised"``; else None.
+        quantised: The rows as they travelled, with ``wire.deliver="quantised"``; else None.
     """
 
     rows: Tensor
@@ -279,7 +279,7 @@ class Dispatched:
         if rows > most:
             raise InputError(
                 f"Dispatched.offs: a rank must have at most {most} rows, because offs is int32, got {rows}. Use "
-                "tokens_per_expert, or set chunk_tokens."
+                "tokens_per_expert, or set chunks."
             )
         return self.tokens_per_expert.cumsum(0, dtype=torch.int32)
 

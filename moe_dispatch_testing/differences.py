@@ -81,9 +81,9 @@ MANNERS: dict[str, Manner] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "eager": {},
     "graph_safe": {"graph_safe": True},
-    "chunks": {"chunk_tokens": 16},
-    "chunks, recomputed": {"chunk_tokens": 16, "chunk_recompute": True},
-    "balanced": {"balance": "exact", "balance_min_rows": 0},
+    "chunks": {"chunks": 16},
+    "chunks, recomputed": {"chunks": {"tokens": 16, "recompute": True}},
+    "balanced": {"balance": {"name": "exact", "min_rows": 0}},
     "balanced, graph_safe": {"balance": "exact", "graph_safe": True},
 }
 """Fields of the config in which the pairs are run, by name."""
@@ -144,7 +144,7 @@ def run_pair(backend: BackendSpec, setting: str, names: tuple[str, str], ranks: 
         num_experts=scenario.num_experts,
         top_k=scenario.top_k,
         hidden_size=scenario.hidden,
-        wire_dtype=scenario.wire_dtype,
+        wire=scenario.wire,
         pad_multiple=4,
         max_tokens_per_rank=MOST_TOKENS if "graph_safe" in SETTINGS[setting] else None,
         **SETTINGS[setting],
@@ -221,7 +221,7 @@ def _layer(
 
     def call() -> Tensor:
         routing, config = Routing(batch.ids_TK, weights), dispatcher.config
-        if config.chunk_tokens is not None:
+        if config.chunks is not None:
             from moe_dispatch.dispatchers import run_in_chunks  # noqa: PLC0415 - the kit works without it
 
             return run_in_chunks(dispatcher, lambda sent: run(sent, *own), x, routing)

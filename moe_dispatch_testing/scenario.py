@@ -149,8 +149,8 @@ class Scenario:
         pad_multiple: The rows of each expert are padded to a multiple of this number.
         weights: Whether combine or the experts multiply by the weights.
         wire_dtype: Dtype in which rows travel.
-        grad_wire_dtype: Dtype in which gradient rows of combine travel, as in the config.
-        deliver: Form in which experts get rows, as in the config.
+        grad_wire_dtype: ``wire_dtype`` if gradient rows of combine travel in it, too.
+        deliver: Form in which experts get rows, as ``wire.deliver`` in the config.
         schedule: Name in ``SCHEDULES``, which gives the order of the calls.
         row_counts: Policies of row counts. The scenario runs under each of them.
         input_layouts: Names in ``INPUT_LAYOUTS``, or "all". The default names three layouts. In the first every row is
@@ -159,8 +159,8 @@ class Scenario:
         spare: Number of spare expert slots of a rank. If it is not 0, a random placement with copies is in force.
         inference: Whether the case runs under ``torch.inference_mode``.
         poisons_padding: Whether experts write NaN to padding rows of their output and of their input's gradient.
-        chunk_tokens: Value of ``chunk_tokens`` in the config, for the schedule "in_chunks".
-        chunk_recompute: Value of ``chunk_recompute`` in the config.
+        chunk_tokens: Value of ``chunks.tokens`` in the config, for the schedule "in_chunks".
+        chunk_recompute: Value of ``chunks.recompute`` in the config.
         skips_empty: Whether experts that received no row return a new tensor without autograd history.
         debug: Value of ``debug`` in the config.
         graph_safe: Value of ``graph_safe`` in the config. If True, a host sync in a call or in the backward is an
@@ -199,6 +199,18 @@ class Scenario:
         """Return ``dtype`` as a ``torch.dtype``."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
+
+    @property
+    def wire(self) -> dict[str, Any] | None:
+        """Return ``wire`` of the config."""
+        if self.wire_dtype is None:
+            return None
+        return {"dtype": self.wire_dtype, "gradients": self.grad_wire_dtype is not None, "deliver": self.deliver}
+
+    @property
+    def chunks(self) -> dict[str, Any] | None:
+        """Return ``chunks`` of the config."""
+        return None if self.chunk_tokens is None else {"tokens": self.chunk_tokens, "recompute": self.chunk_recompute}
 
     @property
     def tolerance(self) -> float:

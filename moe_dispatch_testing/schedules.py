@@ -147,7 +147,7 @@ def checkpointed(context: RankContext, *, reentrant: bool) -> Outputs:
 
 
 def in_chunks(context: RankContext) -> Outputs:
-    """Run the layer in chunks of at most ``chunk_tokens`` rows."""
+    """Run the layer in chunks of at most ``chunks.tokens`` rows."""
     from moe_dispatch.dispatchers import run_in_chunks  # noqa: PLC0415 - the kit works without it
 
     def run(call: LayerCall) -> Tensor:

@@ -201,7 +201,7 @@ def plan_command(
     moe-dispatch plan config.json --routing zipf:0.5 --set graph_safe=true --set max_tokens_per_rank=4096
     moe-dispatch plan experiment.yaml --routing run.safetensors -b alltoall --json
     moe-dispatch plan run.safetensors
-    moe-dispatch plan run.safetensors --set balance=exact
+    moe-dispatch plan run.safetensors --set balance=exact --set balance.bound=1.05
     """  # noqa: D301
     import torch
 
@@ -265,10 +265,10 @@ def compare_command(
     the first backend, and what a step costs: time by phase, bytes, padding, host syncs, memory. All take turns in
     one process group. --peers adds the dispatchers of torchtitan and transformers, and a floor: bare collectives
     and passes over rows. Without --backends the backend of CONFIG runs, or all known backends if that is "auto", or
-    alltoall without CONFIG. A name may also set balance, balance_bound, balance_min_rows, spare_experts_per_rank,
-    capacity_factor, and place=PLANNER, which places experts for the first batch. --tokens, --dtype and --routing
-    take several values with commas. The exit status is 1 if a backend differs by more than the tolerance, or if a
-    named backend cannot run. Otherwise it is 0.
+    alltoall without CONFIG. A name may also set balance, its options as balance.bound=1.05,
+    graph_safe.capacity_factor, and place=PLANNER, which places experts for the first batch. --tokens, --dtype and
+    --routing take several values with commas. The exit status is 1 if a backend differs by more than the tolerance,
+    or if a named backend cannot run. Otherwise it is 0.
 
     \b
     moe-dispatch compare experiment.yaml

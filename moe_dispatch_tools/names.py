@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any, final
 
 from pydantic import ValidationError
 
+from moe_dispatch._options import with_option
 from moe_dispatch.backends import BackendOptions, known_backends, load_backend, register_backend
 from moe_dispatch.config import DispatcherConfig, json_or_text
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
-
-# Fields of the config that may differ between the backends of a comparison. They stand among the options of a backend.
-PLACEMENT_FIELDS = ("balance", "spare_experts_per_rank")
 
 
 @final
@@ -29,7 +28,7 @@ class NamedBackend:
         label: Text from the command line.
         where: Registered name, or the path of a class, "package.module:Class".
         options: Options of the backend by name.
-        fields: Fields of the config that stand among the options.
+        fields: Fields of the config that stand among the options, and options of these, as ``balance.bound``.
     """
 
     label: str
@@ -73,7 +72,8 @@ def parse_backend(text: str, *, fields: Collection[str] = ()) -> NamedBackend:
 
     Args:
         text: Text from the command line.
-        fields: Names that are fields of the config. All other names are options of the backend.
+        fields: Names that are fields of the config; ``FIELD.OPTION`` is one of its options. All other names are options
+            of the backend.
 
     Raises:
         ConfigError: An option has no value.
@@ -88,12 +88,12 @@ def parse_backend(text: str, *, fields: Collection[str] = ()) -> NamedBackend:
                 f"backend {text!r}: options must be written NAME+OPTION=VALUE, got {pair!r}. "
                 "Write, for example, alltoall+reduction=exact."
             )
-        (of_config if option in fields else options)[option] = json_or_text(value)
+        (of_config if {option, option.partition(".")[0]} & {*fields} else options)[option] = json_or_text(value)
     return NamedBackend(label=text, where=where, options=options, fields=of_config)
 
 
 def parse_changes(pairs: Sequence[str]) -> dict[str, Any]:
-    """Parse FIELD=VALUE. Values are written as in environment variables.
+    """Parse FIELD=VALUE and FIELD.OPTION=VALUE, for ``with_changes``. Values are as in environment variables.
 
     Raises:
         ConfigError: There is no such field, or no value.
@@ -101,12 +101,34 @@ def parse_changes(pairs: Sequence[str]) -> dict[str, Any]:
     found = {}
     for pair in pairs:
         field, separator, value = pair.partition("=")
-        if not separator or field not in DispatcherConfig.model_fields:
+        if not separator or field.partition(".")[0] not in DispatcherConfig.model_fields:
             raise ConfigError(
-                f"--set must be FIELD=VALUE, got {pair!r}. Fields: {', '.join(DispatcherConfig.model_fields)}."
+                f"--set must be FIELD=VALUE or FIELD.OPTION=VALUE, got {pair!r}. Fields: "
+                f"{', '.join(DispatcherConfig.model_fields)}."
             )
         found[field] = json_or_text(value)
     return found
+
+
+def with_changes(config: DispatcherConfig, changes: Mapping[str, Any]) -> DispatcherConfig:
+    """Return a copy of a config with some fields changed, or some options: ``{"balance.bound": 1.05}``.
+
+    Raises:
+        ConfigError: A field has no options, or the copy is no valid config.
+    """
+    fields = config.model_dump()
+    for path, value in changes.items():
+        field, _, option = path.partition(".")
+        fields[field] = with_option(fields, field, option, value) if option else value
+    return DispatcherConfig(**fields)
+
+
+def load_config(file: Path | None, changes: Mapping[str, Any], **fields: Any) -> DispatcherConfig:
+    """Load a config as ``DispatcherConfig.load`` does, and change it as ``with_changes`` does. ``fields`` go below."""
+    whole = {path: value for path, value in changes.items() if "." not in path}
+    loaded = DispatcherConfig.load(file, **{**fields, **whole})
+    options = {path: value for path, value in changes.items() if "." in path}
+    return with_changes(loaded, options) if options else loaded
 
 
 def parse_numbers(option: str, text: str, example: str, *, least: int = 1) -> list[int]:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import MoEShape
-from moe_dispatch.balance import ExpertPlacement, run_planner
-from moe_dispatch.balance.exact import EXACT
+from moe_dispatch.balance import ExpertPlacement, PlannerOptions, run_planner
+from moe_dispatch.balance.options import ExactOptions
 from moe_dispatch.balance.placement import EMPTY
 from moe_dispatch.balance.slot_table import SlotTable, slots_of
-from moe_dispatch.balance.slots import exact_planner, fewest_rows
+from moe_dispatch.balance.slots import exact_planner
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.permutation import count_experts, merge_slots
 
@@ -34,28 +34,30 @@ def in_slots(
 
     Args:
         dispatches: Expert ids of each rank in each dispatch, int64 (T, K).
-        config: Config with spare expert slots. Without ``balance`` they stay empty. Unless it has ``device="cpu"``, the
-            default of ``balance_min_rows`` is that of a GPU.
+        config: Config with spare expert slots. With ``balance="manual"`` they stay empty. Unless it has
+            ``device="cpu"``, the default of ``balance.min_rows`` is that of a GPU.
         shape: Sizes of the group.
         used: List to which the placement of each dispatch is appended.
     """
     experts, per_node = config.num_experts, shape.ranks_per_node or shape.ep_size
     home = ExpertPlacement.contiguous(experts, shape.ep_size, spare=config.spare_slots(shape.ep_size))
-    planners = []
-    if config.balance == EXACT:
-        known = config.replace(balance_min_rows=fewest_rows(config, config.device or "cuda"))
+    options, planners = config.slot_options, []
+    if isinstance(options, ExactOptions):
+        fewest = options.fewest_rows(config, config.device or "cuda")
+        known = config.replace(balance={**options.model_dump(), "min_rows": fewest})
         planners = [exact_planner(known, shape, rank, torch.device("cpu")) for rank in range(shape.ep_size)]
     for of_ranks in dispatches:
         ids = [merge_slots(ids_TK, torch.zeros(ids_TK.shape), asks=True)[0] for ids_TK in of_ranks]
         placement = home
-        if config.balance is not None:
+        if isinstance(options, (ExactOptions, PlannerOptions)):
             counts_PE = torch.stack([count_experts(ids_TK, experts) for ids_TK in ids])
             plans = [planner(counts_PE) if config.graph_safe else planner.on_host(counts_PE)[0] for planner in planners]
             if plans:
                 used.append(plans[0].placement.read())
                 yield [plan.slots_of(ids_TK) for plan, ids_TK in zip(plans, ids, strict=True)]
                 continue
-            placement = run_planner(config.balance, counts_PE, home, ranks_per_node=per_node)
+            assert isinstance(options, PlannerOptions)
+            placement = run_planner(options, counts_PE, home, ranks_per_node=per_node)
         used.append(placement)
         tables = (
             SlotTable.make(placement, rank, ranks_per_node=per_node, device=torch.device("cpu"))

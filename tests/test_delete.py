@@ -28,7 +28,7 @@ CALLS = [
     *itertools.product(("local", "allgather", "alltoall"), (False, True), ("BSHD", "THD"), (None,)),
     *itertools.product(("local", "alltoall"), (False, True), ("BSHD",), ("bfloat16",)),
 ]
-"""Backend, whether the call is graph-safe, the layout and ``wire_dtype``. ``local`` has one rank, the others two."""
+"""Backend, whether the call is graph-safe, the layout and ``wire``. ``local`` has one rank, the others two."""
 
 CONFIG = "DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, backend={})"
 ROUTING = "Routing(torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2))"
@@ -56,9 +56,9 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
         *(
             (
                 f"DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, {field})",
-                "ConfigError: moe_dispatch.balance is not installed. balance, balance_bound, balance_min_rows, ",
+                "ConfigError: moe_dispatch.balance is not installed. balance and Dispatcher.place need it. Leave ",
             )
-            for field in ("balance='exact'", "spare_experts_per_rank=1", "balance_min_rows=0", "balance_bound=1.5")
+            for field in ("balance='exact'", "balance='manual'", "balance={'name': 'exact', 'bound': 1.5}")
         ),
         (
             "Dispatcher(DispatcherConfig(num_experts=8, top_k=2, hidden_size=16)).place(None)",
@@ -131,9 +131,9 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
         *(
             (
                 f"DispatcherConfig(num_experts=8, top_k=2, hidden_size=128, {field})",
-                'ConfigError: moe_dispatch.quantised is not installed. Every wire_dtype but "bfloat16", grad_wire_',
+                'ConfigError: moe_dispatch.quantised is not installed. Every wire but "bfloat16" needs it. Leave ',
             )
-            for field in ("wire_dtype='mxfp8'", "grad_wire_dtype='mxfp8'", "deliver='quantised'")
+            for field in ("wire='mxfp8'", "wire={'dtype': 'float8_e4m3fn', 'gradients': True}")
         ),
         (
             "from moe_dispatch.quantised import mx_tensor",
@@ -152,8 +152,8 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
     ],
     "steps": [
         (
-            "DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, chunk_tokens=4)",
-            "ConfigError: moe_dispatch.steps is not installed. chunk_tokens needs it. Leave that out, or install ",
+            "DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, chunks=4)",
+            "ConfigError: moe_dispatch.steps is not installed. chunks need it. Leave that out, or install ",
         ),
         *(
             (
@@ -214,11 +214,9 @@ def on_threads(body: Callable[[int], Any]) -> list[Any]:
         return [*pool.map(body, range(2))]
 
 
-def call_once(
-    package: Any, groups: list[Any], backend: str, graph_safe: bool, layout: str, wire_dtype: str | None
-) -> str:
+def call_once(package: Any, groups: list[Any], backend: str, graph_safe: bool, layout: str, wire: str | None) -> str:
     """Run a layer forward and backward, and return a digest of all results of all ranks."""
-    fields = {"wire_dtype": wire_dtype, **({"graph_safe": True, "max_tokens_per_rank": 8} if graph_safe else {})}
+    fields = {"wire": wire, **({"graph_safe": True, "max_tokens_per_rank": 8} if graph_safe else {})}
     config = package.DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, backend=backend, **fields)
 
     def body(rank: int) -> list[Tensor]:

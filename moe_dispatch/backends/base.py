@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, final
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from moe_dispatch._options import Options
 from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.backends.capacity import CapacityFactor, capacity_of, worst_rows
 from moe_dispatch.backends.volume import SentBytes, Volume
@@ -62,7 +62,7 @@ class Constraints:
             among its counts (``Backend.refuse``).
         counts_with_sizes: Whether the backend uses ``Sizes.tokens_per_expert``. If so, ranks that agree on the sizes of
             a dispatch sum the counts in the same exchange.
-        wire_dtypes: Supported values of ``wire_dtype`` besides None.
+        wire_dtypes: Supported values of ``wire.dtype`` besides None.
         any_wire: Whether rows travel as bytes that the backend does not look into, so that formats of other packages
             are supported too.
         quantised_gradients: Whether gradient rows of combine can travel quantised, as ``MoEShape.grad_wire_dtype``; or
@@ -113,7 +113,7 @@ class Constraints:
         return None if self.max_rows is None else self.max_rows // self.row_multiple * self.row_multiple
 
     def carries(self, wire: str | None) -> bool:
-        """Return whether rows can travel in the format of a ``wire_dtype``."""
+        """Return whether rows can travel in the format of a ``wire``."""
         return wire is None or wire in self.wire_dtypes or (self.any_wire and wire != "bfloat16")
 
     def padded(self, rows: int) -> int:
@@ -184,7 +184,7 @@ class MoEShape:
         return self.num_experts // self.ep_size
 
 
-class BackendOptions(BaseModel, ABC):
+class BackendOptions(Options, ABC):
     """The options of a backend, and everything that is known about it before it is open.
 
     The ``backend`` of a config is parsed into such an object. Fields are frozen and strict; unknown fields are refused.
@@ -194,8 +194,6 @@ class BackendOptions(BaseModel, ABC):
         protocol: Version of this contract that the backend was written for.
         auto_reason: Why ``backend="auto"`` does not choose this backend, for the log.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
     name: ClassVar[str]
     protocol: ClassVar[int] = PROTOCOL

@@ -6,18 +6,47 @@ It is fixed before the first dispatch and does not depend on the routing.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, final
 
 from pydantic import Field
 
+from moe_dispatch._options import Options
+from moe_dispatch.errors import ConfigError
 from moe_dispatch.types import Capacity
 
 if TYPE_CHECKING:
     from moe_dispatch.backends.base import MoEShape
+    from moe_dispatch.config import DispatcherConfig
 
 CapacityFactor = Literal["worst"] | float
 # A factor in a config. A factor above 1024 is taken for a typo: the worst case is P times the balanced load.
 Factor = Literal["worst"] | Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
+
+
+@final
+class GraphSafeOptions(Options):
+    """The options of ``graph_safe``.
+
+    Attributes:
+        capacity_factor: Room for the rows of a rank's experts. A float is relative to the balanced load: the room is
+            ``ceil(capacity_factor * max_tokens_per_rank * top_k)`` rows, before experts are padded. With chunks of
+            fewer tokens, their number takes the place of ``max_tokens_per_rank``. "worst" is room for every possible
+            routing.
+        on_overflow: What happens to rows that exceed a finite capacity; required with one. "raise": ``check()`` raises
+            on all ranks. "drop": the slots with the least weight are dropped; among equal weights, the last by source
+            rank, token and slot. "drop_by_position": the rows of the highest experts are dropped, as ``hybridep`` does.
+    """
+
+    capacity_factor: Factor = "worst"
+    on_overflow: Literal["raise", "drop", "drop_by_position"] | None = None
+
+    def check(self, config: DispatcherConfig) -> None:
+        if config.row_counts_policy != "static":
+            raise ConfigError(f'graph_safe needs row_counts "static", got {config.row_counts!r}.')
+        bounds = {"graph_safe.capacity_factor": self.capacity_factor, **config.backend_bounds}
+        finite = [f"{name}={bound!r}" for name, bound in bounds.items() if bound != "worst"]
+        if finite and self.on_overflow is None:
+            raise ConfigError(f'graph_safe.on_overflow must be "raise" or "drop" with {" and ".join(finite)}.')
 
 
 def capacity_of(shape: MoEShape, *, pair_factor: CapacityFactor | None = None) -> Capacity:

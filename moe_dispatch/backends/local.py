@@ -30,8 +30,8 @@ class LocalOptions(BackendOptions):
     """Options of ``local``.
 
     Attributes:
-        reduction: As for ``alltoall``. With a ``wire_dtype``, "exact" rounds every expert row to this dtype, and "fast"
-            rounds only their sum. Without a ``wire_dtype``, both give the same result here.
+        reduction: As for ``alltoall``. With a ``wire``, "exact" rounds every expert row to this dtype, and "fast"
+            rounds only their sum. Without a ``wire``, both give the same result here.
     """
 
     name = "local"
@@ -68,7 +68,7 @@ class LocalOptions(BackendOptions):
 class LocalRoute(RankMajorRoute):
     """A route on which rows stay where they are.
 
-    A ``wire_dtype`` still rounds the rows, so that one rank computes the same numbers as a large run.
+    A ``wire`` still rounds the rows, so that one rank computes the same numbers as a large run.
     """
 
     exact: bool

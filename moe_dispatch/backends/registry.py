@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
+from moe_dispatch._options import name_in, spelled_out
 from moe_dispatch._probing import Rejected, Usable, has_code
 from moe_dispatch.backends.base import PROTOCOL, BackendOptions
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError, did_you_mean, shown
@@ -42,12 +43,9 @@ def parse_backend(spec: str | Mapping[str, Any]) -> BackendOptions | None:
         ValidationError: The backend does not know an option, or the option has a wrong type. Raised by pydantic.
         BackendUnavailableError: The package of the backend failed to import.
     """
-    options = {"name": spec} if isinstance(spec, str) else dict(spec)
-    name = options.pop("name", None)
-    if not isinstance(name, str):
-        raise ConfigError(
-            f'backend: a mapping must have "name", a string, got {shown(spec)}. Write {{"name": "alltoall"}}.'
-        )
+    options = spelled_out("backend", spec)
+    name = name_in("backend", options, "alltoall")
+    del options["name"]
     if name != AUTO:
         return load_backend(name).model_validate(options)
     if options:

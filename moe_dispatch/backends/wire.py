@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._options import Options
 from moe_dispatch._probing import require_plug_in
 from moe_dispatch.permutation.index import round_up
 
 if TYPE_CHECKING:
-    from moe_dispatch.backends.base import MoEShape
+    from moe_dispatch.backends.base import Constraints, MoEShape
     from moe_dispatch.permutation import Permutation, SlotIndex
-    from moe_dispatch.quantised.options import WireOptions
     from moe_dispatch.types import Dispatched
 
-__all__ = ["Encoded", "WireFormat"]
+__all__ = ["Encoded", "WireFormat", "WireOptions"]
 
 # For editors, which offer these names; names of other formats are as good.
 WireDtype = Literal["bfloat16", "float8_e4m3fn", "mxfp8"]
@@ -68,7 +68,7 @@ class WireFormat(ABC):
     """A format in which rows travel.
 
     A format of another package is a subclass that defines ``nbytes``, ``encode`` and ``decode``, and an entry point of
-    the group ``moe_dispatch.wire_formats`` whose name is the ``wire_dtype``. Backends that move bytes carry it
+    the group ``moe_dispatch.wire_formats`` whose name is the ``wire`` of a config. Backends that move bytes carry it
     (``Constraints.any_wire``). Both methods run with gradients off: the gradient of a format is the identity.
 
     Args:
@@ -180,14 +180,14 @@ _FORMATS: dict[str | None, type[WireFormat]] = {None: InOwnDtype, "bfloat16": In
 
 
 def wire_format(name: str | None) -> type[WireFormat]:
-    """Return the format of a ``wire_dtype``.
+    """Return the format of a ``wire``.
 
     Raises:
         ConfigError: There is no such format, or the plug-in is not installed.
     """
     found = _FORMATS.get(name)  # no cached function, because a traced call comes here
     if found is None:
-        load_wire_options()
+        _require_plug_in()
         from moe_dispatch.quantised.formats import load_format  # noqa: PLC0415 - a plain call never needs it
 
         assert name is not None
@@ -203,7 +203,7 @@ def row_format(dtype: torch.dtype, hidden: int, wire: str | None = None) -> Wire
 
 @cache
 def back_wire(wire: str | None) -> str | None:
-    """Return the ``wire_dtype`` of combined rows if rows are sent as ``wire``: at least bfloat16."""
+    """Return the ``wire`` of combined rows if rows are sent as ``wire``: at least bfloat16."""
     return None if wire is None else "bfloat16"
 
 
@@ -298,16 +298,42 @@ def id_dtype_for(num_experts: int) -> torch.dtype:
     return torch.int16 if 2 * num_experts <= torch.iinfo(torch.int16).max else torch.int32
 
 
-def load_wire_options() -> type[WireOptions]:
-    """Return the options class of the plug-in.
+class WireOptions(Options):
+    """The options of ``wire="bfloat16"``. Those of other formats derive from them.
+
+    Attributes:
+        dtype: Name of the format in which rows travel between ranks.
+    """
+
+    dtype: str
+
+    @property
+    def of_gradients(self) -> str | None:
+        """Name of the 8-bit format of the gradient rows of combine; None for at least bfloat16."""
+        return None
+
+    @property
+    def delivers_quantised(self) -> bool:
+        """Whether experts get rows as they travelled."""
+        return False
+
+    def check_backend(self, where: str, needs: Constraints) -> None:
+        """Raise ConfigError if a backend cannot do what the options ask. The error begins with ``where``."""
+
+
+def load_wire_options(name: str) -> type[WireOptions]:
+    """Return the options class of a format.
 
     Raises:
         ConfigError: The plug-in is not installed.
     """
-    require_plug_in(
-        "moe_dispatch.quantised",
-        'Every wire_dtype but "bfloat16", grad_wire_dtype and deliver="quantised" need it. Leave them out',
-    )
-    from moe_dispatch.quantised.options import WireOptions  # noqa: PLC0415 - a plain call never needs it
+    if name == "bfloat16":
+        return WireOptions
+    _require_plug_in()
+    from moe_dispatch.quantised.options import QuantisedOptions  # noqa: PLC0415 - a plain call never needs it
 
-    return WireOptions
+    return QuantisedOptions
+
+
+def _require_plug_in() -> None:
+    require_plug_in("moe_dispatch.quantised", 'Every wire but "bfloat16" needs it. Leave wire out')

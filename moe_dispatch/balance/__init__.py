@@ -9,12 +9,13 @@
 These modules are arithmetic: nothing in them talks to other ranks. The others plug into the dispatchers, by
 ``moe_dispatch._slots``:
 
-- ``options``: what the fields of a config say about expert slots.
+- ``options``: the options of ``balance``. A planner with options of its own derives a class from ``PlannerOptions``.
 - ``slots``: chooses the slots of a dispatch, and runs ``Dispatcher.place``.
 - ``slot_weights``: ``SlotWeights``, which brings the weights of experts to their slots, and their gradients home.
 """
 
 from moe_dispatch.balance.exact import ExactPlacement, exact
+from moe_dispatch.balance.options import EplbOptions, ExactOptions, LeastLoadedOptions, ManualOptions, PlannerOptions
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.planners import (
     Planner,
@@ -27,9 +28,14 @@ from moe_dispatch.balance.planners import (
 )
 
 __all__ = [
+    "EplbOptions",
+    "ExactOptions",
     "ExactPlacement",
     "ExpertPlacement",
+    "LeastLoadedOptions",
+    "ManualOptions",
     "Planner",
+    "PlannerOptions",
     "eplb",
     "exact",
     "expected_rows",

@@ -1,115 +1,231 @@
-"""What the fields of a config say about expert slots: ``balance``, its settings, and ``spare_experts_per_rank``."""
+"""The options of ``balance``: a class for "manual", one for "exact", and one from which other planners derive theirs.
+
+A config loads this module and checks the options. What a dispatcher needs beside them is in ``slots``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import TYPE_CHECKING, Annotated, ClassVar, final
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from moe_dispatch._slots import Placement, SlotOptions, Slots
+from moe_dispatch._options import Count
+from moe_dispatch._slots import MANUAL, Placement, SlotOptions, Slots
 from moe_dispatch.balance.exact import EXACT, exact_rows
-from moe_dispatch.balance.planners import check_planner
-from moe_dispatch.balance.slot_table import SlotTable
-from moe_dispatch.balance.slots import Placed, Planned, home_of, place, table_of
-from moe_dispatch.dispatchers.channel import Channel, Lease
+from moe_dispatch.balance.placement import ExpertPlacement
+from moe_dispatch.balance.planners import check_planner, eplb, least_loaded, load_entry_point
 from moe_dispatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_dispatch.config import DispatcherConfig
+    from moe_dispatch.dispatchers.channel import Channel, Lease
+
+
+class BalanceOptions(SlotOptions):
+    """What the options of this plug-in share."""
+
+    def open(self, channel: Channel) -> Slots | None:
+        from moe_dispatch.balance.slots import open_slots  # noqa: PLC0415 - a config alone needs no dispatchers
+
+        return open_slots(self, channel)
+
+    @staticmethod
+    def place(lease: Lease, placement: Placement, device: torch.device) -> None:
+        from moe_dispatch.balance import slots  # noqa: PLC0415
+
+        slots.place(lease, placement, device)
+
+    @staticmethod
+    def restored(tensors: Sequence[Tensor]) -> Slots:
+        from moe_dispatch.balance import slots  # noqa: PLC0415
+
+        return slots.restored(tensors)
 
 
 @final
-class BalanceOptions(SlotOptions):
-    """The options of this plug-in."""
+class ManualOptions(BalanceOptions):
+    """The options of ``balance="manual"``: placements change only by ``Dispatcher.place``.
 
-    def check(self) -> None:
-        config, exact, balanced = self.config, self.config.balance == EXACT, self.config.balance is not None
-        if config.balance is not None:
-            check_planner(config.balance)
-        for broken, rule in (
-            (
-                balanced and not exact and not config.spare_experts_per_rank,
-                "balance needs spare_experts_per_rank. Set it to 1 or 2.",
-            ),
-            (
-                balanced and not exact and config.graph_safe,
-                f'balance must be "{EXACT}" or None with graph_safe=True, got {config.balance!r}: it plans on the '
-                "host.",
-            ),
-            (
-                not exact and (config.balance_bound != 1 or config.balance_min_rows is not None),
-                f'balance_bound and balance_min_rows are settings of balance="{EXACT}", got balance='
-                f"{config.balance!r}.",
-            ),
-            (
-                config.graph_safe and bool(config.balance_min_rows),
-                "balance_min_rows needs graph_safe=False: without a copy, rows would not fit into the buffers.",
-            ),
-        ):
-            if broken:
-                raise ConfigError(rule)
+    Attributes:
+        spare_experts_per_rank: Number of expert slots that each rank has beside those of its own experts, for copies of
+            busy experts.
+    """
 
-    def spare_slots(self, ep_size: int) -> int:
-        """One rank has nothing to balance, and "exact" never uses more slots than a rank has experts."""
-        if self.config.balance != EXACT:
-            return self.config.spare_experts_per_rank
-        enough = self.config.num_experts // ep_size
-        return 0 if ep_size == 1 else min(self.config.spare_experts_per_rank or enough, enough)
+    plans: ClassVar[bool] = False
 
-    def is_proved(self, ep_size: int) -> bool:
-        return self.config.balance == EXACT and self.spare_slots(ep_size) in (0, self.config.num_experts // ep_size)
+    name: str = MANUAL
+    spare_experts_per_rank: Annotated[int, Field(ge=0, lt=2**31)] = 1
 
-    def promise(self, ep_size: int) -> str:
-        config = self.config
-        if config.balance is None:
-            return ""
-        bound = f"{config.balance_bound:g} times the mean rows"
-        if config.balance != EXACT:
-            return f"Planner {config.balance!r} proves no bound for the busiest rank."
-        if not self.is_proved(ep_size):
-            spare = self.spare_slots(ep_size)
+    def spare_slots(self, config: DispatcherConfig, ep_size: int) -> int:
+        return self.spare_experts_per_rank
+
+
+class PlannerOptions(BalanceOptions):
+    """The options of a planner that plans each dispatch on the host. Calling them runs the planner.
+
+    A planner with options of its own derives a class: it adds fields, and overrides ``__call__``. Its entry point in
+    the group ``moe_dispatch.planners`` names the class, where a planner without options names a function.
+
+    Attributes:
+        name: Name of the planner, that of its entry point.
+        spare_experts_per_rank: Number of expert slots that each rank has beside those of its own experts, for copies of
+            busy experts.
+    """
+
+    spare_experts_per_rank: Count = 1
+
+    def __call__(self, counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) -> ExpertPlacement:
+        """Return a placement, as ``Planner`` says."""
+        planned: ExpertPlacement = load_entry_point(self.name)(counts, home, ranks_per_node=ranks_per_node)
+        return planned
+
+    def check(self, config: DispatcherConfig) -> None:
+        if config.graph_safe:
+            raise ConfigError(
+                f'balance must be "{EXACT}" or "{MANUAL}" with graph_safe, got {self.name!r}: it plans on the host.'
+            )
+
+    def spare_slots(self, config: DispatcherConfig, ep_size: int) -> int:
+        return self.spare_experts_per_rank
+
+    def promise(self, config: DispatcherConfig, ep_size: int) -> str:
+        return f"Planner {self.name!r} proves no bound for the busiest rank."
+
+
+@final
+class LeastLoadedOptions(PlannerOptions):
+    """The options of ``balance="least_loaded"``.
+
+    Attributes:
+        bound: Rows of the busiest rank divided by the mean at which no further copy is made.
+    """
+
+    name: str = "least_loaded"
+    bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.05
+
+    def __call__(self, counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) -> ExpertPlacement:
+        return least_loaded(counts, home, ranks_per_node=ranks_per_node, bound=self.bound)
+
+
+@final
+class EplbOptions(PlannerOptions):
+    """The options of ``balance="eplb"``.
+
+    Attributes:
+        num_groups: Number of groups of consecutive experts that stay together on a node, as routers with limited groups
+            need it; None for single experts.
+    """
+
+    name: str = "eplb"
+    num_groups: Count | None = None
+
+    def __call__(self, counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) -> ExpertPlacement:
+        return eplb(counts, home, ranks_per_node=ranks_per_node, num_groups=self.num_groups)
+
+    def check(self, config: DispatcherConfig) -> None:
+        super().check(config)
+        if self.num_groups is not None and config.num_experts % self.num_groups:
+            raise ConfigError(
+                f"balance.num_groups must divide num_experts ({config.num_experts}), got {self.num_groups}. Use the "
+                "number of groups of the router."
+            )
+
+
+@final
+class ExactOptions(BalanceOptions):
+    """The options of ``balance="exact"``, which gives every rank the same number of rows.
+
+    With ``graph_safe`` it also fixes the size of the buffers, and the device plans without the host.
+
+    Attributes:
+        bound: Rows of the busiest rank divided by the mean: 1.0 is exact, and 1.05 copies fewer experts. It holds for
+            every routing if there are ``num_experts / ep_size`` spare slots. With fewer slots, a plan keeps the copies
+            that relieve other ranks most, and the bound may be exceeded.
+        min_rows: In eager mode, the fewest rows for which a copy of an expert is made, because its weights must travel
+            too. None takes 512 rows on a CPU and 1024 on a GPU, 0 makes every copy.
+        spare_experts_per_rank: Number of expert slots that each rank has beside those of its own experts. None takes
+            ``num_experts / ep_size``, which is enough for every routing, so more slots are not made.
+    """
+
+    name: str = EXACT
+    bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    min_rows: Annotated[int, Field(ge=0)] | None = None
+    spare_experts_per_rank: Count | None = None
+
+    def check(self, config: DispatcherConfig) -> None:
+        if config.graph_safe and self.min_rows:
+            raise ConfigError(
+                f"balance.min_rows must be left out with graph_safe, got {self.min_rows}: without a copy, rows would "
+                "not fit into the buffers."
+            )
+
+    def spare_slots(self, config: DispatcherConfig, ep_size: int) -> int:
+        """One rank has nothing to balance, and a rank never uses more spare slots than it has experts."""
+        enough = config.num_experts // ep_size
+        return 0 if ep_size == 1 else min(self.spare_experts_per_rank or enough, enough)
+
+    def is_proved(self, config: DispatcherConfig, ep_size: int) -> bool:
+        return self.spare_slots(config, ep_size) in (0, config.num_experts // ep_size)
+
+    def promise(self, config: DispatcherConfig, ep_size: int) -> str:
+        bound = f"{self.bound:g} times the mean rows"
+        if not self.is_proved(config, ep_size):
+            spare, is_graph_safe = self.spare_slots(config, ep_size), bool(config.graph_safe)
             return (
                 f"The busiest rank has the fewest rows that a plan with {spare} of {config.num_experts // ep_size} "
-                f"spare slots finds, which may exceed {bound}.{' check() reports an overflow.' * config.graph_safe}"
+                f"spare slots finds, which may exceed {bound}.{' check() reports an overflow.' * is_graph_safe}"
             )
-        if config.graph_safe or config.balance_min_rows == 0:
+        if config.graph_safe or self.min_rows == 0:
             return f"The busiest rank has at most {bound}, rounded up, for every routing. Nothing overflows."
         return (
             f"The busiest rank has at most {bound}, rounded up, and the rows of copies that were not made because they "
-            "had fewer than balance_min_rows. Nothing overflows."
+            "had fewer than balance.min_rows. Nothing overflows."
         )
 
-    def planned_rows(self, ep_size: int) -> int | None:
-        config = self.config
-        if not (config.graph_safe and self.is_proved(ep_size)) or config.max_rows_per_dispatch is None:
+    def planned_rows(self, config: DispatcherConfig, ep_size: int) -> int | None:
+        if not (config.graph_safe and self.is_proved(config, ep_size)) or config.max_rows_per_dispatch is None:
             return None
         return exact_rows(
             config.num_experts,
             ep_size,
             tokens=config.max_rows_per_dispatch,
             top_k=config.top_k,
-            bound=config.balance_bound,
+            bound=self.bound,
             pad_multiple=config.pad_multiple_rows,
         )
 
-    def open(self, channel: Channel) -> Slots | None:
-        config, size = self.config, channel.shape.ep_size
-        if config.balance is not None and size % channel.ranks_per_node:
-            raise ConfigError(
-                f"balance needs nodes with equal numbers of ranks: ep_size ({size}) must be a multiple of "
-                f"ranks_per_node, got {channel.ranks_per_node}. Give another ranks_per_node, or leave balance out."
-            )
-        if not self.spare_slots(size):
-            return None
-        home, device = home_of(channel), channel.device_of_rows()
-        if config.balance is None:
-            return Placed(home, table_of(channel, home, device))
-        return Planned(home, device, on_host=not config.graph_safe)
+    def fewest_rows(self, config: DispatcherConfig, device_type: str) -> int:
+        """Return ``min_rows``, with None replaced by the default for rows on a device of this type."""
+        if config.graph_safe:
+            return 0
+        return (1024 if device_type == "cuda" else 512) if self.min_rows is None else self.min_rows
 
-    @staticmethod
-    def place(lease: Lease, placement: Placement, device: torch.device) -> None:
-        place(lease, placement, device)
 
-    @staticmethod
-    def restored(tensors: Sequence[Tensor]) -> Slots:
-        copies_EC, experts_L = tensors
-        return Placed(None, SlotTable(copies_EC=copies_EC, experts_L=experts_L))
+_BUILT_IN: dict[str, type[SlotOptions]] = {
+    MANUAL: ManualOptions,
+    EXACT: ExactOptions,
+    "least_loaded": LeastLoadedOptions,
+    "eplb": EplbOptions,
+}
+
+
+def options_of(name: str) -> type[SlotOptions]:
+    """Return the options class of a planner, or of "manual". The package of a planner is imported for it.
+
+    Raises:
+        ConfigError: The name is unknown, or the package of the planner fails to import.
+    """
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    check_planner(name)
+    found = load_entry_point(name)
+    if not isinstance(found, type):
+        return PlannerOptions
+    if not issubclass(found, PlannerOptions):
+        raise ConfigError(
+            f"Planner {name!r} must be a function or a subclass of moe_dispatch.balance.PlannerOptions, got {found!r}."
+        )
+    return found

@@ -17,14 +17,18 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 from torch import Tensor
 
+from moe_dispatch._slots import MANUAL
 from moe_dispatch.balance.exact import exact
 from moe_dispatch.balance.placement import EMPTY, ExpertPlacement
 from moe_dispatch.errors import ConfigError, did_you_mean, shown
+
+if TYPE_CHECKING:
+    from moe_dispatch.balance.options import PlannerOptions
 
 ENTRY_POINT_GROUP = "moe_dispatch.planners"
 _BOUND = 1.05  # busiest rank over mean
@@ -402,12 +406,12 @@ def check_planner(name: str) -> None:
     if name not in known_planners():
         known = known_planners()
         raise ConfigError(
-            f"Unknown planner {shown(name)}. Known planners: {', '.join(known)}.{did_you_mean(name, known)}"
+            f"Unknown planner {shown(name)}. Known planners: {', '.join(known)}.{did_you_mean(name, [*known, MANUAL])}"
         )
 
 
-def load_planner(name: str) -> Planner:
-    """Return a planner by name.
+def load_entry_point(name: str) -> Any:
+    """Return what was declared as a planner: a function, or a class of options whose objects are called as one.
 
     Raises:
         ConfigError: The name is unknown, or the package of the planner fails to import.
@@ -417,20 +421,32 @@ def load_planner(name: str) -> Planner:
     check_planner(name)
     point = _declared_planners()[name]
     try:
-        planner: Planner = point.load()
+        return point.load()
     except (Exception, SystemExit) as error:  # the import of another package may raise anything
         raise ConfigError(
             f"Planner {name!r} cannot be used here: its import raised {type(error).__name__}: {error}. "
             f"Repair its package, or choose one of: {', '.join(sorted(_BUILT_IN))}."
         ) from error
+
+
+def load_planner(name: str) -> Planner:
+    """Return a planner by name, with the defaults of its options.
+
+    Raises:
+        ConfigError: The name is unknown, or the package of the planner fails to import.
+    """
+    found = load_entry_point(name)
+    planner: Planner = found(name=name) if isinstance(found, type) else found
     return planner
 
 
-def run_planner(name: str, counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) -> ExpertPlacement:
-    """Run a planner by name, and check its result.
+def run_planner(
+    planner: str | PlannerOptions, counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int
+) -> ExpertPlacement:
+    """Run a planner, and check its result.
 
     Args:
-        name: Name of the planner.
+        planner: Name of the planner, or its options.
         counts: As in ``Planner``.
         home: As in ``Planner``.
         ranks_per_node: As in ``Planner``.
@@ -438,9 +454,9 @@ def run_planner(name: str, counts: Tensor, home: ExpertPlacement, *, ranks_per_n
     Raises:
         ConfigError: The name is unknown; or the planner raises, or returns no placement or one of other sizes.
     """
-    planner = load_planner(name)
+    name, function = (planner, load_planner(planner)) if isinstance(planner, str) else (planner.name, planner)
     try:
-        found: Any = planner(counts, home, ranks_per_node=ranks_per_node)
+        found: Any = function(counts, home, ranks_per_node=ranks_per_node)
     except ConfigError:
         raise
     except Exception as error:  # a planner of another package may raise anything

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from moe_dispatch._probing import import_whole
 from moe_dispatch._slots import Assigned, Placement, Slots
 from moe_dispatch.backends.base import MoEShape
-from moe_dispatch.balance.exact import EXACT, ExactPlan, ExactPlanner
+from moe_dispatch.balance.exact import ExactPlan, ExactPlanner
+from moe_dispatch.balance.options import BalanceOptions, ExactOptions, PlannerOptions
 from moe_dispatch.balance.placement import EMPTY, ExpertPlacement
 from moe_dispatch.balance.planners import is_built_in, run_planner
 from moe_dispatch.balance.slot_table import SlotTable, slots_of
@@ -66,14 +68,17 @@ class Planned(Slots):
     Args:
         home: The placement without copies.
         device: Device of the rows, as far as it is known.
+        options: Options of the planner.
         on_host: Whether the ranks exchange their counts on the host, as in eager mode.
     """
 
     collective = True
 
-    def __init__(self, home: ExpertPlacement, device: torch.device, *, on_host: bool) -> None:
+    def __init__(
+        self, home: ExpertPlacement, device: torch.device, options: ExactOptions | PlannerOptions, *, on_host: bool
+    ) -> None:
         self.placement = self._home = home
-        self.device, self.hears_refusals = device, on_host
+        self.device, self.hears_refusals, self._options = device, on_host, options
         self._planners: dict[torch.device, ExactPlanner] = {}  # made on use
         self._has_warned = False
 
@@ -110,8 +115,8 @@ class Planned(Slots):
             if refusing := [rank for rank, count in enumerate(everyone[:, 0].tolist()) if count == REFUSED]:
                 raise_alike(channel.control, None, label="refusal")
                 raise PeerError(f"Dispatcher.dispatch: ranks {refusing} refused their call.")
-            if config.balance != EXACT:
-                return self._run_planner(channel, everyone[:, 1:], ids_TK)
+            if isinstance(self._options, PlannerOptions):
+                return self._run_planner(channel, self._options, everyone[:, 1:], ids_TK)
             planner = self._planner(channel, ids_TK.device)
             plan, is_uneven = planner.on_host(everyone[:, 1:])
             if is_uneven:
@@ -140,7 +145,7 @@ class Planned(Slots):
         assert left_out is not None
         logger.warning(
             'balance="exact" has left out %d copies of experts in a dispatch of %d rows, because each would have had '
-            "fewer than balance_min_rows (%d) rows. The busiest rank has %.2f times the mean rows. balance_min_rows=0 "
+            "fewer than balance.min_rows (%d) rows. The busiest rank has %.2f times the mean rows. balance.min_rows=0 "
             "makes every copy. This is said once; metrics().dispatches_left_uneven counts such dispatches.",
             int(left_out),
             int(counts_PE.sum()),
@@ -148,21 +153,19 @@ class Planned(Slots):
             times,
         )
 
-    def _run_planner(self, channel: Channel, counts_PE: Tensor, ids_TK: Tensor) -> Assigned:
+    def _run_planner(self, channel: Channel, options: PlannerOptions, counts_PE: Tensor, ids_TK: Tensor) -> Assigned:
         """Plan with a planner of the host.
 
         The planners of this package give the same placement on all ranks, because all ranks have the same counts. A
         planner of another package may fail on one rank, so ranks compare its results.
         """
-        config, name = channel.config, channel.config.balance
-        assert name is not None
         found, problem = self._home, None
         try:
-            found = run_planner(name, counts_PE, self._home, ranks_per_node=channel.ranks_per_node)
-            check_placement(f"Planner {name!r}", channel, found)
+            found = run_planner(options, counts_PE, self._home, ranks_per_node=channel.ranks_per_node)
+            check_placement(f"Planner {options.name!r}", channel, found)
         except Exception as error:
             problem = error
-        if config.debug or not is_built_in(name):
+        if channel.config.debug or not is_built_in(options.name):
             raise_alike(channel.control, problem, facts=facts_of_placement(found), of_call=True, label="balance")
         elif problem is not None:
             raise problem
@@ -213,26 +216,43 @@ def table_of(
 
 def exact_planner(config: DispatcherConfig, shape: MoEShape, rank: int, device: torch.device) -> ExactPlanner:
     """Return the planner of ``balance="exact"`` for rows on a device. In eager mode it plans on the CPU."""
+    options = config.slot_options
+    assert isinstance(options, ExactOptions)
     by_kernels = config.graph_safe and choose_permutation(config.permutation, device.type).name == "triton"
     return ExactPlanner(
         config.num_experts,
         shape.ep_size,
         rank,
         spare=config.spare_slots(shape.ep_size),
-        bound=config.balance_bound,
+        bound=options.bound,
         pad_multiple=config.pad_multiple_rows,
         ranks_per_node=shape.ranks_per_node,
-        min_rows=fewest_rows(config, device.type),
+        min_rows=options.fewest_rows(config, device.type),
         device=device if config.graph_safe else "cpu",
         kernels=import_whole("moe_dispatch.balance.triton_plan", "triton") if by_kernels else None,
     )
 
 
-def fewest_rows(config: DispatcherConfig, device_type: str) -> int:
-    """Return ``balance_min_rows``, with None replaced by the default for rows on a device of this type."""
-    if config.graph_safe:
-        return 0
-    return (1024 if device_type == "cuda" else 512) if config.balance_min_rows is None else config.balance_min_rows
+def open_slots(options: BalanceOptions, channel: Channel) -> Slots | None:
+    """Do what ``SlotOptions.open`` says."""
+    config, size = channel.config, channel.shape.ep_size
+    if options.plans and size % channel.ranks_per_node:
+        raise ConfigError(
+            f"balance needs nodes with equal numbers of ranks: ep_size ({size}) must be a multiple of "
+            f"ranks_per_node, got {channel.ranks_per_node}. Give another ranks_per_node, or leave balance out."
+        )
+    if not config.spare_slots(size):
+        return None
+    home, device = home_of(channel), channel.device_of_rows()
+    if isinstance(options, (ExactOptions, PlannerOptions)):
+        return Planned(home, device, options, on_host=not config.graph_safe)
+    return Placed(home, table_of(channel, home, device))
+
+
+def restored(tensors: Sequence[Tensor]) -> Slots:
+    """Do what ``SlotOptions.restored`` says."""
+    copies_EC, experts_L = tensors
+    return Placed(None, SlotTable(copies_EC=copies_EC, experts_L=experts_L))
 
 
 def place(lease: Lease, placement: Placement, device: torch.device) -> None:
@@ -245,10 +265,10 @@ def place(lease: Lease, placement: Placement, device: torch.device) -> None:
     """
     channel, problem, facts = lease.enter(), None, dict[str, list[int]]()
     try:
-        if channel.config.balance is not None:
+        if channel.config.plans_placements:
             raise ConfigError(
-                f"Dispatcher.place: the config must have balance=None, got balance={channel.config.balance!r}, which "
-                "plans a placement for each dispatch. Leave balance or this call out."
+                f'Dispatcher.place: balance must be "manual", got {channel.config.balance!r}, which plans a placement '
+                "for each dispatch. Leave balance or this call out."
             )
         placement = check_placement("Dispatcher.place", channel, placement)
         facts = facts_of_placement(placement)
@@ -289,8 +309,8 @@ def check_placement(where: str, channel: Channel, placement: object) -> ExpertPl
         )
     if placement.slots_per_rank != shape.num_local_experts:
         raise ConfigError(
-            f"{where}: every rank must have {shape.num_local_experts} expert slots (num_experts / ep_size + "
-            f"spare_experts_per_rank), got {placement.slots_per_rank}. Set spare_experts_per_rank to "
+            f"{where}: every rank must have {shape.num_local_experts} expert slots (num_experts / ep_size and the "
+            f"spare ones of balance), got {placement.slots_per_rank}. Set balance.spare_experts_per_rank to "
             f"{max(placement.slots_per_rank - config.num_experts // shape.ep_size, 0)}, or use another placement."
         )
     idle = [rank for rank, slots in enumerate(placement.slots) if all(expert == EMPTY for expert in slots)]

@@ -138,15 +138,15 @@ def _check_traced(channel: Channel, x: Tensor, routing: Routing | None) -> Routi
     if not isinstance(routing, Routing):
         raise checks.no_routing(routing)
     check_plain("Dispatcher.dispatch", x=x, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
-    if channel.config.balance is not None:  # also on one rank, where a plan would change nothing
+    if channel.config.plans_placements:  # also on one rank, where a plan would change nothing
         refuse_traced(
             "Dispatcher.dispatch: operators carry no plan of balance, so keep both verbs out of torch.compile and "
             "selective checkpointing. Or use dispatcher.place(placement)."
         )
-    if channel.config.chunk_tokens is not None:
+    if channel.config.chunks is not None:
         refuse_traced(
-            "Dispatcher.dispatch: chunk_tokens does not work in torch.compile and selective checkpointing. Keep both "
-            "verbs out of them, or set chunk_tokens=None."
+            "Dispatcher.dispatch: chunks do not work in torch.compile and selective checkpointing. Keep both verbs out "
+            "of them, or set chunks=None."
         )
     return routing
 

@@ -99,7 +99,7 @@ class Channel:
         self.refusal = ""
         self.numbers = itertools.count()
         self.capacity: Capacity | None = options.capacity(shape) if config.graph_safe else None
-        needs_largest = needs.equal_rows or needs.group_max or config.chunk_tokens is not None
+        needs_largest = needs.equal_rows or needs.group_max or config.chunks is not None
         self.row_counts = config.row_counts_policy if needs_largest else None
         self.agrees_on_rows = self.row_counts in ("agree", "check")
         # The counts are on the device of the rows, so sizes must be agreed on there too.

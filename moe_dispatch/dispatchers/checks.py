@@ -130,9 +130,11 @@ def foreign_plan(channel: Channel, plan: Plan) -> StateError:
 
 def needs_chunks(plan: Plan, config: DispatcherConfig) -> InputError:
     """Return the error of one dispatch for which some rank has too many rows."""
+    assert config.chunk_options is not None
     return InputError(
-        f"Dispatcher.dispatch: a rank must pass at most chunk_tokens ({config.chunk_tokens}) rows, got more on some "
-        f"rank: they take {plan.num_chunks} dispatches. Call the module or moe_dispatch.dispatchers.run_in_chunks."
+        f"Dispatcher.dispatch: a rank must pass at most chunks.tokens ({config.chunk_options.tokens}) rows, got more "
+        f"on some rank: they take {plan.num_chunks} dispatches. Call the module or "
+        "moe_dispatch.dispatchers.run_in_chunks."
     )
 
 
@@ -218,7 +220,7 @@ def check_rows(
     Args:
         where: Name of the call, for the error.
         what: Name of the tensor, for the error.
-        rows: The rows to check. If the config has a ``wire_dtype``, any floating dtype is fine, because rows are
+        rows: The rows to check. If the config has a ``wire``, any floating dtype is fine, because rows are
             converted.
         config: Config of the dispatcher.
         needs: Constraints of the backend.
@@ -227,10 +229,10 @@ def check_rows(
     Raises:
         InputError: The backend does not carry the dtype; or a tensor requires grad, and the backend has no backward.
     """
-    carried = ROW_DTYPES if needs.dtypes is None or config.wire_dtype is not None else needs.dtypes
+    carried = ROW_DTYPES if needs.dtypes is None or config.wire is not None else needs.dtypes
     if rows.dtype not in carried:
         by_wire = rows.dtype in ROW_DTYPES and "bfloat16" in needs.wire_dtypes
-        way_out = 'Set wire_dtype="bfloat16"' if by_wire else f"Convert {what}"
+        way_out = 'Set wire="bfloat16"' if by_wire else f"Convert {what}"
         names = ", ".join(sorted(map(str, carried)))
         raise InputError(f"{where}: {what} must be {names}, got {rows.dtype}. {way_out}, or use another backend.")
     wants_grad = torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad))

@@ -90,7 +90,7 @@ class Dispatcher(nn.Module):
 
     def forward(self, x: Tensor, routing: Routing, plan: Plan | Layout | None = None) -> Tensor:
         """Run the whole layer, ``combine(run_experts(dispatch(x)))``; the result has the shape of x."""
-        if self.config.chunk_tokens is not None:
+        if self.config.chunks is not None:
             from moe_dispatch.steps.chunks import run_in_chunks  # noqa: PLC0415 - other layers never need it
 
             return run_in_chunks(self, self.run_experts, x, routing, plan)
@@ -383,7 +383,7 @@ class Dispatcher(nn.Module):
 
         Args:
             placement: An ``ExpertPlacement``, the expert in each slot of each rank; equal on all ranks. A rank has
-                ``num_experts / ep_size + spare_experts_per_rank`` slots.
+                ``num_experts / ep_size`` slots, and the spare ones of ``balance="manual"``.
             device: Device of the rows. It is needed only if neither the config nor the group tells it, and calls must
                 not wait for a copy to the device.
 
@@ -462,8 +462,8 @@ class Dispatcher(nn.Module):
         Raises:
             InputError: A dispatch was given ids outside -1..num_experts-1; their slots went nowhere. Raised on every
                 rank. The next call reports only invalid ids of later dispatches.
-            CapacityError: Rows were dropped under ``on_overflow="raise"``. Raised on every rank, with a capacity that
-                would be enough.
+            CapacityError: Rows were dropped under ``graph_safe.on_overflow="raise"``. Raised on every rank, with a
+                capacity that would be enough.
             StateError: The config is not graph_safe.
         """
         return overflow.check(self._channel)

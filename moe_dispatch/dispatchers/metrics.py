@@ -56,7 +56,7 @@ class Metrics:
         expert_copies: Number of copies of experts that ``balance="exact"`` made on this rank, over all dispatches; with
             ``gather``, on all ranks.
         dispatches_left_uneven: Number of dispatches in which ``balance="exact"`` left out copies of experts that would
-            have had fewer than ``balance_min_rows`` rows; with ``gather``, the sum over ranks.
+            have had fewer than ``balance.min_rows`` rows; with ``gather``, the sum over ranks.
         slots_replayed: Slots whose expert came from a ``RoutingTable``, by name of the dispatcher. Calls inside
             torch.compile and selective checkpointing are not counted.
         slots_drifted: Those of them in which the router would not have chosen this expert, by name of the dispatcher.

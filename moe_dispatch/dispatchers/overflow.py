@@ -30,7 +30,8 @@ class RequiredCapacity:
         rows: Largest number of rows that arrived at one rank's experts, without expert padding.
         pair_rows: Largest number of rows from one sending rank to one receiving rank; 0 if the backend does not bound
             it.
-        capacity_factor: Value of ``capacity_factor`` in the config that gives room for ``rows``, and for at least one.
+        capacity_factor: Value of ``graph_safe.capacity_factor`` in the config that gives room for ``rows``, and for at
+            least one.
         pair_factor: Value of ``alltoall``'s option ``pair_rows`` that gives room for ``pair_rows``, and for at least
             one; 0 if the backend does not bound them.
         overflowed: Whether the need exceeds the capacity, so that rows were dropped.
@@ -72,13 +73,15 @@ def check(channel: Channel) -> RequiredCapacity:
 
     Raises:
         InputError: A dispatch of some rank had invalid ids. The next call does not report them again.
-        CapacityError: A dispatch of some rank overflowed under ``on_overflow="raise"``.
+        CapacityError: A dispatch of some rank overflowed under ``graph_safe.on_overflow="raise"``.
         StateError: The config is not graph_safe.
     """
     needed = required(channel)
     if (problem := _invalid_ids("check", channel, needed)) is not None:
         raise problem
-    if needed.overflowed and channel.config.on_overflow == "raise":
+    options = channel.config.graph_safe_options
+    assert options is not None
+    if needed.overflowed and options.on_overflow == "raise":
         raise CapacityError(_told("Dispatcher.check", channel, needed) + " Results since then lack rows. [MD07]")
     return needed
 
@@ -154,10 +157,14 @@ def _capacity(channel: Channel, verb: str) -> Capacity:
 def _told(where: str, channel: Channel, needed: RequiredCapacity) -> str:
     capacity = _capacity(channel, "check")
     pair = "" if capacity.pair_rows is None else f" and {capacity.pair_rows} rows to each rank"
-    wanted = "" if capacity.pair_rows is None else f" and {needed.pair_rows} (pair_rows {_upwards(needed.pair_factor)})"
+    wanted = (
+        ""
+        if capacity.pair_rows is None
+        else f" and {needed.pair_rows} (backend.pair_rows {_upwards(needed.pair_factor)})"
+    )
     return (
         f"{where}: a dispatch must need at most {capacity.rows} rows of a rank's experts{pair}, got {needed.rows} "
-        f"(capacity_factor {_upwards(needed.capacity_factor)}){wanted}. Call grow(), or raise these limits."
+        f"(graph_safe.capacity_factor {_upwards(needed.capacity_factor)}){wanted}. Call grow(), or raise these limits."
     )
 
 

@@ -41,20 +41,21 @@ def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None 
             f"num_experts ({config.num_experts}) must be divisible by ep_size ({ep_size}). "
             f"Use {-(-config.num_experts // ep_size) * ep_size} experts or ep_size {smaller}."
         )
+    wire, fixed = config.wire_options, config.graph_safe_options
     return MoEShape(
         num_experts=config.num_experts + ep_size * config.spare_slots(ep_size),
         top_k=config.top_k,
         hidden_size=config.hidden_size,
         ep_size=ep_size,
         pad_multiple=config.pad_multiple_rows,
-        wire_dtype=config.wire_dtype,
-        grad_wire_dtype=config.grad_wire_dtype,
-        quantised=config.deliver == "quantised",
+        wire_dtype=None if wire is None else wire.dtype,
+        grad_wire_dtype=None if wire is None else wire.of_gradients,
+        quantised=wire is not None and wire.delivers_quantised,
         max_tokens_per_rank=config.max_rows_per_dispatch,
-        graph_safe=config.graph_safe,
-        capacity_factor=config.capacity_factor,
+        graph_safe=fixed is not None,
+        capacity_factor="worst" if fixed is None else fixed.capacity_factor,
         ranks_per_node=ranks_per_node,
-        planned_rows=None if config.slot_options is None else config.slot_options.planned_rows(ep_size),
+        planned_rows=None if config.slot_options is None else config.slot_options.planned_rows(config, ep_size),
     )
 
 
@@ -69,7 +70,7 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
     other_experts = "Use another ep_size or number of experts."
     if spare := config.spare_slots(shape.ep_size):
         spread = f"{spread[:-1]}, spare slots per rank: {spare})"
-        other_experts = "Change spare_experts_per_rank, ep_size or the number of experts."
+        other_experts = "Change balance.spare_experts_per_rank, ep_size or the number of experts."
     for what, value, multiple, got, way_out in (
         ("experts per rank", shape.num_local_experts, needs.local_experts_multiple, spread, other_experts),
         ("hidden_size", shape.hidden_size, needs.hidden_multiple, shape.hidden_size, _OTHER_HIDDEN),
@@ -86,9 +87,9 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
     if needs.group_sizes is not None and shape.ep_size not in needs.group_sizes:
         allowed = listed_sizes(needs.group_sizes)
         raise ConfigError(f"{where}: ep_size must be one of {allowed}, got {shape.ep_size}. {needs.group_sizes_hint}")
-    if not needs.carries(config.wire_dtype):
+    if not needs.carries(shape.wire_dtype):
         offered = ", ".join(repr(dtype) for dtype in (None, *sorted(needs.wire_dtypes)))
-        raise ConfigError(f"{where}: wire_dtype must be one of {offered}, got {config.wire_dtype!r}.")
+        raise ConfigError(f"{where}: wire must be one of {offered}, got {shape.wire_dtype!r}.")
     if config.wire_options is not None:
         config.wire_options.check_backend(where, needs)
     if config.device is not None and needs.devices is not None and config.device not in needs.devices:
@@ -96,11 +97,14 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
         raise ConfigError(f"{where}: device must be one of {offered}, got {config.device!r}. Use another backend.")
     if config.graph_safe and not needs.graph_safe:
         raise ConfigError(f"{where}: graph_safe is not possible: {needs.graph_safe_reason}. Set graph_safe=False.")
-    if config.on_overflow is not None and needs.drop_order is None:
-        raise ConfigError(f"{where}: its library cannot drop rows. Leave out capacity_factor and on_overflow.")
+    on_overflow = None if config.graph_safe_options is None else config.graph_safe_options.on_overflow
+    if on_overflow is not None and needs.drop_order is None:
+        raise ConfigError(f"{where}: its library cannot drop rows. Write graph_safe=True, without options.")
     fitting = "drop" if needs.drop_order == "weight" else "drop_by_position"
-    if config.on_overflow not in (None, "raise", fitting):
-        raise ConfigError(f'{where}: it drops rows by {needs.drop_order}. Use on_overflow="{fitting}" or "raise".')
+    if on_overflow not in (None, "raise", fitting):
+        raise ConfigError(
+            f'{where}: it drops rows by {needs.drop_order}. Use "{fitting}" or "raise" for graph_safe.on_overflow.'
+        )
     try:
         check_max_rows(where, config.max_rows_per_dispatch or 0, needs)
     except InputError as error:
@@ -117,7 +121,7 @@ def check_buffers(name: str, capacity: Capacity) -> None:
     if capacity.buffer_rows > most:
         raise ConfigError(
             f"Backend {name!r}: a graph-safe buffer must have at most {most} rows, because offs is int32, got "
-            f"{capacity.buffer_rows}. Lower max_tokens_per_rank or capacity_factor."
+            f"{capacity.buffer_rows}. Lower max_tokens_per_rank or graph_safe.capacity_factor."
         )
 
 

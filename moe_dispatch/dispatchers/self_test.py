@@ -26,15 +26,15 @@ def run_self_test(dispatcher: Dispatcher, device: torch.device, dtype: torch.dty
     Raises:
         StateError: The output or a gradient is wrong on some rank. Raised on every rank.
     """
-    config, channel = dispatcher.config, dispatcher._channel
+    channel = dispatcher._channel
     if dtype is None:
-        carries_float32 = channel.needs.dtypes is None or config.wire_dtype is not None
+        carries_float32 = channel.needs.dtypes is None or channel.shape.wire_dtype is not None
         dtype = torch.float32 if carries_float32 else torch.bfloat16
     # The caller may have turned gradients off. They are part of the test, unless the backend has none.
     with torch.inference_mode(False), torch.set_grad_enabled(channel.needs.differentiable):
         mine = _differences(dispatcher, device, dtype)
     of_dtype = 8 * max(torch.finfo(each).eps for each in (dtype, torch.float32))
-    tolerance = max(of_dtype, wire_format(config.wire_dtype).tolerance)
+    tolerance = max(of_dtype, wire_format(channel.shape.wire_dtype).tolerance)
     for rank, differences in enumerate(channel.control.gather_json(mine, label="self_test")):
         for what, difference in differences.items():
             if not difference <= tolerance:

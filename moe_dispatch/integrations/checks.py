@@ -52,29 +52,28 @@ def refuse_spare_slots(where: str, config: DispatcherConfig) -> None:
     Raises:
         ConfigError: The config has spare expert slots.
     """
-    if config.spare_experts_per_rank or config.balance is not None:
+    if config.slot_options is not None:
         raise ConfigError(
             f"{where}: this integration runs the experts that a rank owns, so it has no spare expert slots, got "
-            f"spare_experts_per_rank={config.spare_experts_per_rank} and balance={config.balance!r}. Leave them out, "
-            "or call a Dispatcher with SlotWeights."
+            f"balance={config.balance!r}. Leave it out, or call a Dispatcher with SlotWeights."
         )
 
 
 def refuse_quantised_rows(where: str, config: DispatcherConfig) -> None:
-    """Refuse ``deliver="quantised"``. The experts of a framework compute in the dtype of the model.
+    """Refuse ``wire.deliver="quantised"``. The experts of a framework compute in the dtype of the model.
 
     Raises:
         ConfigError: The config delivers quantised rows.
     """
-    if config.deliver == "quantised":
+    if config.wire_options is not None and config.wire_options.delivers_quantised:
         raise ConfigError(
             f"{where}: this integration hands rows to the framework's experts, which read no quantised rows, got "
-            'deliver="quantised". Leave deliver out.'
+            'wire.deliver="quantised". Leave wire.deliver out.'
         )
 
 
 def refuse_chunks(where: str, config: DispatcherConfig, instead: str = "use smaller micro-batches") -> None:
-    """Refuse ``chunk_tokens``. A framework that calls the verbs and the experts itself does so once for all rows.
+    """Refuse ``chunks``. A framework that calls the verbs and the experts itself does so once for all rows.
 
     Args:
         where: Name of the caller, which the error shows.
@@ -82,10 +81,10 @@ def refuse_chunks(where: str, config: DispatcherConfig, instead: str = "use smal
         instead: The other way that the error recommends.
 
     Raises:
-        ConfigError: The config has ``chunk_tokens``.
+        ConfigError: The config has ``chunks``.
     """
-    if config.chunk_tokens is not None:
+    if config.chunks is not None:
         raise ConfigError(
             f"{where}: the framework runs its experts once for all rows of a call, so there are no chunks, got "
-            f"chunk_tokens={config.chunk_tokens}. Leave chunk_tokens out, and {instead}."
+            f"chunks={config.chunks!r}. Leave chunks out, and {instead}."
         )

@@ -42,8 +42,8 @@ def use_moe_dispatch(*, backend: BackendName | str | dict[str, Any] = "auto", **
 
     Args:
         backend: Backend, as in DispatcherConfig.
-        **options: Other fields of DispatcherConfig. With ``balance`` or spare expert slots, experts also run with the
-            weights of other ranks. These and ``chunk_tokens`` need ``experts: torch_mm``, and slots no adapters.
+        **options: Other fields of DispatcherConfig. With ``balance``, experts also run with the weights of
+            other ranks. This and ``chunks`` need ``experts: torch_mm``, and slots no adapters.
 
     Raises:
         ConfigError: An option is unknown or wrong, must come from Automodel, or delivers quantised rows.
@@ -68,7 +68,7 @@ def _config(*, num_experts: int = 1, top_k: int = 1, **options: Any) -> Dispatch
 
 def _runs_experts(config: DispatcherConfig) -> bool:
     """Return whether ``_forward`` must call the experts, for some rows or with some weights at a time."""
-    return has_spare_slots(config) or config.chunk_tokens is not None
+    return has_spare_slots(config) or config.chunks is not None
 
 
 _THEIR_FORWARD: Callable[..., Tensor] = experts.GroupedExpertsDeepEP.forward
@@ -151,14 +151,14 @@ class AutomodelDispatcher:
             Rows (R, D); number of rows of each local expert; and weights (R,).
 
         Raises:
-            ConfigError: The config has spare expert slots or ``chunk_tokens``, but these experts run only once, with
+            ConfigError: The config has spare expert slots or ``chunks``, but these experts run only once, with
                 their own weights.
         """
         if _runs_experts(self._config):
             raise ConfigError(
-                "AutomodelDispatcher: balance, spare expert slots and chunk_tokens need Automodel's "
-                "GroupedExpertsDeepEP, got other experts. Set experts: torch_mm, without adapters, or leave balance, "
-                "spare_experts_per_rank and chunk_tokens out."
+                "AutomodelDispatcher: balance and chunks need Automodel's "
+                "GroupedExpertsDeepEP, got other experts. Set experts: torch_mm, without adapters, or leave balance "
+                "and chunks out."
             )
         dispatcher = self.dispatcher(hidden_states.shape[-1])
         rows_TD = hidden_states.reshape(num_local_tokens, -1)

@@ -19,7 +19,7 @@ _PARAMETRIZATIONS = "parametrizations"  # torch's name for the submodule of a pa
 
 def has_spare_slots(config: DispatcherConfig) -> bool:
     """Return whether experts may run with the weights of other ranks."""
-    return config.balance is not None or config.spare_experts_per_rank > 0
+    return config.slot_options is not None
 
 
 def stacked_weights(experts: nn.Module) -> dict[str, Tensor]:
@@ -48,8 +48,8 @@ def own_weights(where: str, experts: nn.Module) -> dict[str, Tensor]:
     if deeper or len(dtypes) != 1:
         told = f"weights like {deeper[0]}" if deeper else f"{', '.join(dtypes) or 'no weights'}"
         raise ConfigError(
-            f"{where}: with balance or spare expert slots, {type(experts).__name__} itself must hold all weights of "
-            f"its experts, with one dtype, got {told}. Leave balance and spare_experts_per_rank out."
+            f"{where}: with balance, {type(experts).__name__} itself must hold all weights of "
+            f"its experts, with one dtype, got {told}. Leave balance out."
         )
     return weights
 
@@ -75,7 +75,7 @@ def run_layer(
     routing: Routing,
     plan: Plan | Layout | None,
 ) -> Tensor:
-    """Dispatch rows, run experts on the rows that arrive, and combine: the shape of x. In chunks with ``chunk_tokens``.
+    """Dispatch rows, run experts on the rows that arrive, and combine: the shape of x. In chunks with ``chunks``.
 
     Args:
         dispatcher: Dispatcher of the layer.
@@ -90,7 +90,7 @@ def run_layer(
         from moe_dispatch.balance.slot_weights import SlotWeights  # noqa: PLC0415 - other layers never need it
 
         slots = SlotWeights(dispatcher)
-    if dispatcher.config.chunk_tokens is not None:
+    if dispatcher.config.chunks is not None:
         from moe_dispatch.steps.chunks import run_in_chunks  # noqa: PLC0415 - other layers never need it
 
         run_experts = experts if slots is None else lambda sent: slots.run(sent, experts, *own)[1]

@@ -43,7 +43,7 @@ _NOT_OPTIONS = ("backend", "hidden_size", "num_experts", "top_k", "weights")
 # Fields of torchtitan's dispatchers that ask for static shapes, and our fields that replace them.
 _STATIC = {
     "cudagraphable": "graph_safe=True",
-    "non_blocking_capacity_factor": "graph_safe=True and capacity_factor, a multiple of the balanced load,",
+    "non_blocking_capacity_factor": 'graph_safe={"capacity_factor": ...}, a multiple of the balanced load,',
 }
 # Fields of torchtitan's dispatchers that are copied, and our names for them.
 _TAKEN_OVER = {"pad_multiple": "pad_multiple", "num_max_tokens_per_rank": "max_tokens_per_rank"}
@@ -122,7 +122,7 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             Rows (R, D); number of rows of each local expert with padding, int64; and ``metadata`` for ``combine``.
 
         Raises:
-            ConfigError: The config has spare expert slots or ``chunk_tokens``, which need ``MoEDispatchRoutedExperts``.
+            ConfigError: The config has spare expert slots or ``chunks``, which need ``MoEDispatchRoutedExperts``.
             InputError: The router has another number of experts. Other errors are those of ``Dispatcher.dispatch``.
 
         Cost: that of ``Dispatcher.dispatch`` without a plan.
@@ -150,9 +150,9 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
 
 @final
 class MoEDispatchRoutedExperts(RoutedExperts):  # type: ignore[misc]
-    """Routed experts that run in chunks, for ``chunk_tokens``, or on the expert slots of a placement.
+    """Routed experts that run in chunks, for ``chunks``, or on the expert slots of a placement.
 
-    ``balance`` and ``spare_experts_per_rank`` need expert slots. Then ``inner_experts`` are called with the weights of
+    ``balance`` needs expert slots. Then ``inner_experts`` are called with the weights of
     slots in the place of their parameters, so a class with another ``_grouped_mm`` keeps it. Their parameters must have
     one entry for each expert, and one dtype.
     """
@@ -198,8 +198,8 @@ def moe_dispatch_override(
             its ``pad_multiple`` and ``num_max_tokens_per_rank`` if they are set.
         backend: Backend, as in ``DispatcherConfig``.
         name: Path of the layer in the model, which errors show.
-        **options: Other fields of ``DispatcherConfig``. With ``balance``, ``spare_experts_per_rank`` or
-            ``chunk_tokens``, the copy is a ``MoEDispatchRoutedExperts.Config``.
+        **options: Other fields of ``DispatcherConfig``. With ``balance`` or ``chunks``,
+            the copy is a ``MoEDispatchRoutedExperts.Config``.
 
     Raises:
         ConfigError: The replaced dispatcher and the experts disagree, that dispatcher asks for static shapes, or chunks
@@ -226,12 +226,12 @@ def moe_dispatch_override(
         options={**taken, **options},
         name=name,
     )
-    if not any(map(options.get, ("balance", "spare_experts_per_rank", "chunk_tokens"))):
+    if not any(map(options.get, ("balance", "chunks"))):
         return dataclasses.replace(cfg, token_dispatcher=ours)
     if type(cfg) not in (RoutedExperts.Config, MoEDispatchRoutedExperts.Config):
         raise ConfigError(
             f"{where}: experts in chunks or with spare expert slots must be RoutedExperts, got "
-            f"{type(cfg).__qualname__}. Leave chunk_tokens, balance and spare_experts_per_rank out."
+            f"{type(cfg).__qualname__}. Leave chunks and balance out."
         )
     return derive(cfg, MoEDispatchRoutedExperts.Config, token_dispatcher=ours)
 

@@ -1,11 +1,11 @@
 """The plug-in for rows of 8 bits: wire formats, and adapters from ``sent.quantised`` to grouped GEMMs.
 
 - ``formats`` has the wire formats "float8_e4m3fn" and "mxfp8", and finds those of other packages.
-- ``options`` checks what a config says about wire formats.
+- ``options`` has the options of ``wire``.
 - ``rows`` has quantised rows as experts get them, and their gradients.
 - ``adapters`` has the functions below, for torch, torchao, transformer-engine and DeepGEMM.
 
-The core imports it when a config asks for a ``wire_dtype`` other than "bfloat16". The seam is
+The core imports it when a config asks for a ``wire`` other than "bfloat16". The seam is
 ``moe_dispatch.backends.wire``.
 """
 
@@ -20,9 +20,11 @@ from moe_dispatch.quantised.adapters import (
     te_grouped_tensor,
     torch_arguments,
 )
+from moe_dispatch.quantised.options import QuantisedOptions
 from moe_dispatch.quantised.rows import QuantisedRows
 
 __all__ = [
+    "QuantisedOptions",
     "QuantisedRows",
     "blocked_scales",
     "deep_gemm_layout",

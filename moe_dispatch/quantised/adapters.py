@@ -1,7 +1,8 @@
 """Adapters from ``sent.quantised`` to the grouped GEMMs of torch, torchao, transformer-engine and DeepGEMM.
 
-Each function takes the result of a dispatch with ``deliver="quantised"``, and imports its library when it is called.
-The first two results are part of the autograd graph: their gradient, in the model's dtype, is the gradient of the rows.
+Each function takes the result of a dispatch with ``wire.deliver="quantised"``, and imports its library when it is
+called. The first two results are part of the autograd graph: their gradient, in the model's dtype, is the gradient of
+the rows.
 DeepGEMM and torch's function have no backward, so ``grouped_gemm`` gives them one.
 
 Legend: R rows, D columns, L experts, H outputs of an expert.
@@ -250,7 +251,7 @@ def grouped_gemm(sent: Dispatched, weights: Tensor, forward: Callable[[Dispatche
     anew, which rounds twice.
 
     Args:
-        sent: Result of a dispatch with ``deliver="quantised"``.
+        sent: Result of a dispatch with ``wire.deliver="quantised"``.
         weights: (L, D, H), a matrix for each expert, in the model's dtype.
         forward: Function of ``sent`` and ``weights`` that returns the products, (R, H). It is called once, with
             gradients off.
@@ -301,7 +302,7 @@ def quantised_gradient(sent: Dispatched, gradient: Tensor) -> Dispatched | None:
     """Return the gradient of the experts' outputs as it travelled. Call this in the backward of their last GEMM.
 
     Args:
-        sent: Result of a dispatch with a ``grad_wire_dtype``, ``deliver="quantised"`` and ``weights="experts"``.
+        sent: Result of a dispatch with ``wire.gradients``, ``wire.deliver="quantised"`` and ``weights="experts"``.
         gradient: The gradient that autograd hands to the backward: (R, D), widened.
 
     Returns:
@@ -332,11 +333,13 @@ def gradient_as(sent: Dispatched, outputs: Tensor, adapter: Callable[[Dispatched
         InputError: The config does not ask for such gradients.
         StateError: In the backward, ``quantised_gradient`` returns None.
     """
-    rows, config = _rows(sent, "gradient_as", tuple(FORMATS)), sent.state.lease.enter().config
-    if config.grad_wire_dtype is None or config.weights != "experts":
+    _rows(sent, "gradient_as", tuple(FORMATS))
+    config = sent.state.lease.enter().config
+    gradients = config.wire_options is not None and config.wire_options.of_gradients is not None
+    if not gradients or config.weights != "experts":
         raise InputError(
-            f'gradient_as: gradients arrive quantised with grad_wire_dtype="{rows.recipe}" and weights="experts", got '
-            f"{config.grad_wire_dtype!r} and {config.weights!r}."
+            'gradient_as: gradients arrive quantised with wire.gradients=True and weights="experts", got '
+            f"{gradients} and {config.weights!r}."
         )
     same: Tensor = _GradientAs.apply(outputs, sent, adapter)  # type: ignore[no-untyped-call]
     return same
@@ -382,10 +385,12 @@ def _rows(sent: Dispatched, where: str, recipes: tuple[str | None, ...], multipl
     """Return the quantised rows of a dispatch, and refuse those that the GEMM does not take."""
     offered = " or ".join(map(repr, recipes))
     if sent.quantised is None:
-        raise InputError(f'{where}: the rows are not quantised. Set deliver="quantised" and wire_dtype to {offered}.')
+        raise InputError(
+            f'{where}: the rows are not quantised. Set wire.deliver="quantised" and wire.dtype to {offered}.'
+        )
     sent.quantised._check_values()
     if sent.quantised.recipe not in recipes:
-        raise InputError(f"{where}: wire_dtype must be {offered}, got {sent.quantised.recipe!r}.")
+        raise InputError(f"{where}: wire.dtype must be {offered}, got {sent.quantised.recipe!r}.")
     if sent.pad_multiple % multiple:
         raise InputError(f"{where}: pad_multiple must be a multiple of {multiple}, got {sent.pad_multiple}.")
     return sent.quantised

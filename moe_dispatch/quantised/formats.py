@@ -123,7 +123,7 @@ class Mxfp8(ScaledFormat):
 
 
 FORMATS: dict[str, type[ScaledFormat]] = {"float8_e4m3fn": Float8, "mxfp8": Mxfp8}
-"""The formats of this package, by ``wire_dtype``."""
+"""The formats of this package, by ``wire.dtype``."""
 
 
 @final
@@ -238,7 +238,7 @@ def known_formats() -> list[str]:
 
 
 def load_format(name: str) -> type[WireFormat]:
-    """Return a format by its ``wire_dtype``.
+    """Return a format by its name.
 
     Raises:
         ConfigError: The name is unknown, or the package of the format fails to import.
@@ -248,14 +248,12 @@ def load_format(name: str) -> type[WireFormat]:
     point = _declared_formats().get(name)
     if point is None:
         known = ["bfloat16", *known_formats()]
-        raise ConfigError(
-            f"Unknown wire_dtype {name!r}.{did_you_mean(name, known)} Known ones: None, {', '.join(known)}."
-        )
+        raise ConfigError(f"Unknown wire {name!r}.{did_you_mean(name, known)} Known ones: None, {', '.join(known)}.")
     try:
         found: type[WireFormat] = point.load()
     except (Exception, SystemExit) as error:  # the import of another package may raise anything
         raise ConfigError(
-            f"wire_dtype {name!r} cannot be used here: its import raised {type(error).__name__}: {error}. Repair its "
+            f"Wire format {name!r} cannot be used here: its import raised {type(error).__name__}: {error}. Repair its "
             f"package, or choose one of: {', '.join(FORMATS)}."
         ) from error
     return found

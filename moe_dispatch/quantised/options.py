@@ -1,12 +1,10 @@
-"""What a config says about the format of its rows: ``wire_dtype``, ``grad_wire_dtype`` and ``deliver``."""
+"""The options of ``wire``, for every format but "bfloat16"."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, final
 
-from pydantic import BaseModel, ConfigDict
-
-from moe_dispatch.backends.wire import wire_format
+from moe_dispatch.backends.wire import WireOptions, wire_format
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.quantised.formats import FORMATS, ScaledFormat
 
@@ -16,77 +14,65 @@ if TYPE_CHECKING:
 
 
 @final
-class WireOptions(BaseModel):
-    """The options of this plug-in.
+class QuantisedOptions(WireOptions):
+    """The options of ``wire="float8_e4m3fn"``, ``wire="mxfp8"`` and formats of other packages.
 
     Attributes:
-        dtype: Name of the format: the ``wire_dtype``.
-        gradients: Whether the gradient rows of combine travel in this format too.
-        deliver: Form in which experts get rows.
+        dtype: Format in which rows travel between ranks. "float8_e4m3fn" and "mxfp8" quantise the rows of dispatch to
+            float8_e4m3fn numbers, the first with one float32 scale for every 128 columns, the second with one power of
+            two (e8m0) for every 32. The rows of combine, and gradients, then travel in bfloat16. The gradient of the
+            quantisation is the identity (straight-through).
+        gradients: Whether the gradient rows of combine travel in this format too. With ``deliver="quantised"`` and
+            ``weights="experts"``, ``quantised_gradient`` of ``moe_dispatch.quantised`` has them as they travelled.
+        deliver: Form in which experts get rows. "rows" widens them to the model's dtype. "quantised" leaves them as
+            they travelled, in ``sent.quantised``, for a grouped GEMM that takes such rows; ``sent.rows`` are widened
+            when they are read. ``pad_multiple`` must be a multiple of what their GEMMs need: 32 for "mxfp8", 128 for
+            "float8_e4m3fn".
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
-
-    dtype: str | None
     gradients: bool = False
     deliver: Literal["rows", "quantised"] = "rows"
 
-    @classmethod
-    def of(cls, dtype: str | None, gradients: str | None, deliver: Literal["rows", "quantised"]) -> WireOptions:
-        """Return the options that ``wire_dtype``, ``grad_wire_dtype`` and ``deliver`` mean.
+    @property
+    def of_gradients(self) -> str | None:
+        return self.dtype if self.gradients else None
 
-        Raises:
-            ConfigError: The dtypes differ.
-        """
-        if gradients not in (None, dtype) or gradients == "bfloat16":
-            raise ConfigError(
-                f"grad_wire_dtype must be None or the quantised wire_dtype, got {gradients!r} beside "
-                f"wire_dtype={dtype!r}."
-            )
-        return cls(dtype=dtype, gradients=gradients is not None, deliver=deliver)
+    @property
+    def delivers_quantised(self) -> bool:
+        return self.deliver == "quantised"
 
     def check(self, config: DispatcherConfig) -> None:
-        """Raise ConfigError if the options contradict each other or other fields of the config."""
         form = wire_format(self.dtype)
-        rules = [
-            (
-                config.hidden_size % form.hidden_multiple,
-                f'wire_dtype "{self.dtype}": hidden_size ({config.hidden_size}) must be a multiple of '
-                f"{form.hidden_multiple}.",
-            ),
-        ]
-        if self.deliver == "quantised":
-            scaled = form if issubclass(form, ScaledFormat) else None
-            rules += [
-                (
-                    scaled is None,
-                    f'deliver="quantised" needs wire_dtype {" or ".join(map(repr, FORMATS))}, got {self.dtype!r}.',
-                ),
-                (
-                    scaled is not None and config.pad_multiple_rows % scaled.row_multiple,
-                    f'deliver="quantised": the grouped GEMMs for {self.dtype} need pad_multiple to be a multiple of '
-                    f"{scaled and scaled.row_multiple}, got {config.pad_multiple_rows}.",
-                ),
-            ]
-        for broken, rule in rules:
-            if broken:
-                raise ConfigError(rule)
+        if config.hidden_size % form.hidden_multiple:
+            raise ConfigError(
+                f'wire "{self.dtype}": hidden_size ({config.hidden_size}) must be a multiple of {form.hidden_multiple}.'
+            )
+        if not self.delivers_quantised:
+            return
+        if not issubclass(form, ScaledFormat):
+            raise ConfigError(
+                f'wire.deliver="quantised" needs wire.dtype {" or ".join(map(repr, FORMATS))}, got {self.dtype!r}.'
+            )
+        if config.pad_multiple_rows % form.row_multiple:
+            raise ConfigError(
+                f'wire.deliver="quantised": the grouped GEMMs for "{self.dtype}" need pad_multiple to be a multiple of '
+                f"{form.row_multiple}, got {config.pad_multiple_rows}."
+            )
 
     def check_backend(self, where: str, needs: Constraints) -> None:
-        """Raise ConfigError if a backend cannot do what the options ask. The error begins with ``where``."""
         for broken, rule in (
             (
                 self.gradients and needs.quantised_gradients == "no",
-                "it cannot send gradients in 8 bits. Set grad_wire_dtype=None.",
+                "it cannot send gradients in 8 bits. Leave wire.gradients out.",
             ),
             (
                 not self.gradients and needs.quantised_gradients == "must",
-                "its routes keep the dtype of the rows, so gradients of combine must have it too, got "
-                f'wire_dtype="{self.dtype}" without grad_wire_dtype. Set grad_wire_dtype="{self.dtype}".',
+                "its routes keep the dtype of the rows, so gradients of combine must have it too. Set "
+                f'wire={{"dtype": "{self.dtype}", "gradients": True}}.',
             ),
             (
-                self.deliver == "quantised" and not needs.delivers_quantised,
-                'it cannot deliver quantised rows. Set deliver="rows", or use another backend.',
+                self.delivers_quantised and not needs.delivers_quantised,
+                "it cannot deliver quantised rows. Leave wire.deliver out, or use another backend.",
             ),
         ):
             if broken:

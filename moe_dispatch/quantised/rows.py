@@ -33,7 +33,7 @@ class QuantisedRows(WidenedRows):
         values: float8_e4m3fn (R, D), contiguous, grouped by expert; 0 on padding.
         scales: (R, D / 32) in float8_e8m0fnu for "mxfp8", (R, D / 128) in float32 for "float8_e4m3fn". Contiguous, in
             the order of the rows, not swizzled; 1 on padding. They have no gradient.
-        recipe: How the rows were quantised: the ``wire_dtype`` of the config.
+        recipe: How the rows were quantised: the ``wire.dtype`` of the config.
         tokens_per_expert: As in ``Dispatched``.
         edge: (R, D) in the model's dtype: the place of these rows in the autograd graph. It has no memory but one NaN,
             at which its strides of 0 point. An autograd function that reads ``values`` and ``scales`` takes the edge as

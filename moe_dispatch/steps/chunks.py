@@ -1,8 +1,8 @@
 """A layer call in chunks: parts of the rows go through dispatch, experts and combine one after the other.
 
-Let N be ``chunk_tokens``, P the number of ranks, and L the experts of a rank. At most ``N * P * min(K, L)`` rows of a
+Let N be ``chunks.tokens``, P the number of ranks, and L the experts of a rank. At most ``N * P * min(K, L)`` rows of a
 chunk arrive at a rank, or ``N * K`` with ``balance="exact"`` and bound 1.0, before experts are padded. Each chunk
-writes its output into that of the call, and with ``chunk_recompute`` its gradient into that of x. So beside these two
+writes its output into that of the call, and with ``chunks.recompute`` its gradient into that of x. So beside these two
 tensors, a call with recomputation needs the memory of one dispatch of N rows, forward and backward, and some integers
 for each row. If padding is cut out of x, it also keeps a copy of the rows that are left. Without recomputation, two
 chunks exist at a time in the forward, and gradients keep them all.
@@ -27,6 +27,7 @@ from moe_dispatch.layouts import Layout, Masked, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
 
 if TYPE_CHECKING:
+    from moe_dispatch.config import DispatcherConfig
     from moe_dispatch.dispatchers.channel import Channel
     from moe_dispatch.dispatchers.dispatcher import Dispatcher
 
@@ -41,22 +42,22 @@ def run_in_chunks(
     routing: Routing,
     plan: Plan | Layout | None = None,
 ) -> Tensor:
-    """Run a whole layer, ``combine(run_experts(dispatch(x)))``, in chunks of at most ``chunk_tokens`` rows. Collective.
+    """Run a whole layer, ``combine(run_experts(dispatch(x)))``, in chunks of ``chunks.tokens`` rows. Collective.
 
-    Every rank runs ``C = ceil(largest / chunk_tokens)`` chunks, where ``largest`` is the largest number of real rows of
-    any rank. The ranks agree on C with the plan, so one plan serves all layers of a micro-batch. Each rank divides its
-    own real rows evenly. A rank with fewer rows than chunks, or without any, takes part in every chunk. With
+    Every rank runs ``C = ceil(largest / chunks.tokens)`` chunks, where ``largest`` is the largest number of real rows
+    of any rank. The ranks agree on C with the plan, so one plan serves all layers of a micro-batch. Each rank divides
+    its own real rows evenly. A rank with fewer rows than chunks, or without any, takes part in every chunk. With
     ``row_counts="assume"``, every rank must bring the same number of real rows, on every backend.
 
     With ``alltoall``, the output and the gradients of x and of the routing weights have the bits of the call without
     chunks if nothing is dropped, and an expert computes a row without looking at the others. A GEMM may not: its kernel
-    can depend on the number of rows. A finite capacity is per chunk, of ``chunk_tokens`` rows. Gradients of experts are
-    added chunk by chunk, so their last bits differ.
+    can depend on the number of rows. A finite capacity is per chunk, of ``chunks.tokens`` rows. Gradients of experts
+    are added chunk by chunk, so their last bits differ.
 
     Args:
-        dispatcher: Dispatcher of the layer. Without ``chunk_tokens`` in its config, the call is a single dispatch.
+        dispatcher: Dispatcher of the layer. Without ``chunks`` in its config, the call is a single dispatch.
         run_experts: Applies this rank's experts to ``sent.rows``, and returns (R, D). Called once for each chunk, and
-            with ``chunk_recompute`` once more in the backward.
+            with ``chunks.recompute`` once more in the backward.
         x: As in ``Dispatcher.dispatch``.
         routing: As in ``Dispatcher.dispatch``.
         plan: As in ``Dispatcher.dispatch``.
@@ -70,15 +71,15 @@ def run_in_chunks(
             is told to the peers where the call agrees on sizes, and on ``alltoall``.
 
     Cost: C dispatches and combines, and without a plan that of ``plan``, with two more host syncs to check ids if the
-    ranks agree on sizes but exchange no counts. With ``chunk_recompute``, C more of both in the backward. Metrics count
-    each dispatch. ``moe_dispatch/steps/chunks.py`` states the memory.
+    ranks agree on sizes but exchange no counts. With ``chunks.recompute``, C more of both in the backward. Metrics
+    count each dispatch. ``moe_dispatch/steps/chunks.py`` states the memory.
     """
     if not callable(run_experts):
         raise InputError(
             "run_in_chunks: pass run_in_chunks(dispatcher, run_experts, x, routing), got "
             f"{type(run_experts).__name__} for run_experts, which must be a function of sent."
         )
-    if dispatcher.config.chunk_tokens is not None:
+    if dispatcher.config.chunks is not None:
         return _run_chunks(dispatcher, run_experts, x, routing, plan)
     sent = dispatcher.dispatch(x, routing, plan)
     return dispatcher.combine(run_experts(sent), sent)
@@ -93,8 +94,8 @@ def _run_chunks(
 ) -> Tensor:
     if torch.compiler.is_compiling():
         refuse_traced(
-            "Dispatcher.forward: chunk_tokens does not work in a compiled region. Compile the experts alone, or set "
-            "chunk_tokens=None."
+            "Dispatcher.forward: chunks do not work in a compiled region. Compile the experts alone, or set "
+            "chunks=None."
         )
     x_TD, whole, real_rows, valid_T = _settle(dispatcher, x, routing, plan)
     count = len(x_TD) if real_rows is None else len(real_rows)
@@ -121,7 +122,7 @@ def _outputs(
         sent = dispatcher.dispatch(x_ND, routing, plan)
         return dispatcher.combine(run_experts(sent), sent)
 
-    if dispatcher.config.chunk_recompute:
+    if _recomputes(dispatcher.config):
         for chunk in chunks:
             yield checkpoint(run, *chunk, use_reentrant=False)
         return
@@ -132,6 +133,11 @@ def _outputs(
         coming = None if following is None else dispatcher.dispatch(*following, async_op=True)
         yield dispatcher.combine(run_experts(sent), sent)
         del sent
+
+
+def _recomputes(config: DispatcherConfig) -> bool:
+    assert config.chunk_options is not None
+    return config.chunk_options.recompute
 
 
 def _settle(
@@ -180,7 +186,7 @@ def _chunks(
     channel: Channel, x_TD: Tensor, routing: Routing, whole: Plan, parts: Parts, valid_T: Tensor | None
 ) -> Iterator[Chunk]:
     """Yield the arguments of each dispatch."""
-    rows, drift = _rows_of(x_TD, parts, in_chain=channel.config.chunk_recompute), routing.drift
+    rows, drift = _rows_of(x_TD, parts, in_chain=_recomputes(channel.config)), routing.drift
     slots = (_rows_of(each_TK, parts, in_chain=False) for each_TK in (routing.topk_ids, routing.topk_weights))
     for part, x_ND, ids_NK, weights_NK in zip(parts, rows, *slots, strict=True):
         valid_N = None if valid_T is None else valid_T[part]

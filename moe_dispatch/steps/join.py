@@ -213,9 +213,9 @@ class _Session:
                 "sizes must be exchanged, got graph_safe=True. Give each rank as many steps.",
             ),
             (
-                any(config.balance is not None for config in configs)
+                any(config.slot_options is not None for config in configs)
                 or any(lease.slots is not None for lease in self._leases),
-                "experts must stay at home, got balance= or spare_experts_per_rank. Leave them out.",
+                "experts must stay at home, got balance=. Leave it out.",
             ),
             (
                 group is not None and num_open != len(configs),
@@ -325,7 +325,7 @@ class _Session:
         if differ:
             kinds = {call[0] for call in ranks_at}
             if kinds & {*_FOLLOWING} and kinds - {*_FOLLOWING}:
-                same += " A loop over chunks needs as many on every rank: let chunk_tokens cut the micro-batches."
+                same += " A loop over chunks needs as many on every rank: let chunks cut the micro-batches."
             made = "; ".join(f"{names[call]} on {ranks}" for call, ranks in ranks_at.items())
             return InputError(f"join: ranks make different calls: {made}. {same}")
         ((call, ranks),) = ranks_at.items()

@@ -21,14 +21,14 @@ from moe_dispatch_tools.compare.measurement import Task, Variant, measure
 from moe_dispatch_tools.compare.peers import PEERS, missing_packages
 from moe_dispatch_tools.compare.workload import MOST_STEPS, WORKLOADS, Workload, replayed
 from moe_dispatch_tools.machine import this_machine
-from moe_dispatch_tools.names import PLACEMENT_FIELDS, NamedBackend, own_backend, parse_backend, parse_numbers
+from moe_dispatch_tools.names import NamedBackend, load_config, own_backend, parse_backend, parse_numbers
 from moe_dispatch_tools.ranks import num_ranks, on_ranks, this_rank
 from moe_dispatch_tools.traces import Trace
 
 DEFAULT_RANKS = 4
 MODES = ("eager", "graph-safe")
 PICTURES = (".png", ".svg")
-_FIELDS = (*PLACEMENT_FIELDS, "balance_bound", "balance_min_rows", "capacity_factor", "place")
+_FIELDS = ("balance", "graph_safe.capacity_factor", "place")
 _SIZES = {"num_experts": 64, "top_k": 8, "hidden_size": 1024}  # of a comparison without a config
 
 
@@ -103,7 +103,7 @@ def make_task(
         BackendUnavailableError: A peer is not installed, or a class cannot be imported.
     """
     chosen_modes = _choices("mode", modes, MODES)
-    config = DispatcherConfig.load(file, **{**({} if file else _SIZES), **(changes or {})})
+    config = load_config(file, changes or {}, **({} if file else _SIZES))
     variants: list[Variant] = []
     for text in _names(config, backends, file is None, peers):
         if isinstance(text, str) and text in PEERS:
@@ -114,7 +114,7 @@ def make_task(
             variants.append(Variant(label=text, mode="eager"))
             continue
         backend = text if isinstance(text, NamedBackend) else parse_backend(text, fields=_FIELDS)
-        limited = "capacity_factor" in backend.fields  # which only graph-safe mode has
+        limited = "graph_safe.capacity_factor" in backend.fields  # which only graph-safe mode has
         modes_here = ["graph-safe"] if limited else chosen_modes
         here = [Variant(label=backend.label, mode=mode, backend=backend) for mode in modes_here]
         if backends is not None:

@@ -82,7 +82,7 @@ class Ours(Contender):
     def place(self, planner: str, counts_E: Tensor) -> None:
         """Place experts once, for the rows of all ranks. Collective."""
         config, shape = self.dispatcher.config, self.dispatcher._channel.shape
-        home = ExpertPlacement.contiguous(config.num_experts, shape.ep_size, spare=config.spare_experts_per_rank)
+        home = ExpertPlacement.contiguous(config.num_experts, shape.ep_size, spare=config.spare_slots(shape.ep_size))
         per_node = shape.ranks_per_node or shape.ep_size
         self.dispatcher.place(run_planner(planner, counts_E, home, ranks_per_node=per_node))
 

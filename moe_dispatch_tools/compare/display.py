@@ -30,7 +30,7 @@ def show_case(case: dict[str, Any], task: Task) -> None:
             console.line(
                 f"{one['backend']}, {one['mode']}: {console.counted(one['uneven'], 'dispatch', 'dispatches')} in "
                 f"{console.counted(case['steps'], 'step')} left out copies of experts that would have had fewer than "
-                "balance_min_rows rows. balance_min_rows=0 makes every copy.",
+                "balance.min_rows rows. balance.min_rows=0 makes every copy.",
                 mark="-",
             )
     if case["agree"]:

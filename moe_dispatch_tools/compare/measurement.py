@@ -32,7 +32,7 @@ from moe_dispatch_testing.rank_context import LayerCall
 from moe_dispatch_tools.compare.contenders import Contender, Ours, make_experts, run_layer
 from moe_dispatch_tools.compare.peers import PEERS
 from moe_dispatch_tools.compare.workload import Material, Step, Workload, make_material
-from moe_dispatch_tools.names import PLACEMENT_FIELDS, NamedBackend, noting
+from moe_dispatch_tools.names import NamedBackend, noting, with_changes
 from moe_dispatch_tools.place import Place
 from moe_dispatch_tools.ranks import Send
 
@@ -68,16 +68,17 @@ class Variant:
             ConfigError, BackendUnavailableError: The backend has no such options, or cannot be loaded.
         """
         assert self.backend is not None
-        graph_safe, given = self.mode == "graph-safe", {"capacity_factor": "worst", **self.backend.fields}
-        given.pop("place", None)
-        return base.replace(
-            backend=self.backend.spec(),
-            graph_safe=graph_safe,
-            row_counts=None if graph_safe else base.row_counts,
-            max_tokens_per_rank=max_tokens,
-            on_overflow=None if given["capacity_factor"] == "worst" else "drop",
-            **given,
-        )
+        changes: dict[str, Any] = {
+            "backend": self.backend.spec(),
+            "graph_safe": self.mode == "graph-safe",
+            "row_counts": None if self.mode == "graph-safe" else base.row_counts,
+            "max_tokens_per_rank": max_tokens,
+            **self.backend.fields,
+        }
+        changes.pop("place", None)
+        if changes.get("graph_safe.capacity_factor", "worst") != "worst":
+            changes["graph_safe.on_overflow"] = "drop"
+        return with_changes(base, changes)
 
 
 @final
@@ -106,12 +107,8 @@ class Task:
     @property
     def width(self) -> int | None:
         """Width of the experts; None for experts that cost nothing."""
-        placed = any(
-            one.backend.fields.get(field, getattr(self.config, field))
-            for one in self.variants
-            if one.backend is not None
-            for field in PLACEMENT_FIELDS
-        )
+        of_variants = [{} if one.backend is None else one.backend.fields for one in self.variants]
+        placed = any(fields.get("balance", self.config.balance) is not None for fields in of_variants)
         return self.expert_width or (2 * self.config.hidden_size if placed else None)
 
     @property
@@ -273,7 +270,8 @@ def hold_against_reference(
             for name, largest in outcome[kind].items():
                 outcome[kind][name] = max(largest, relative_difference(found[name], other[name]))
         dispatcher = contender.dispatcher
-        if dispatcher is not None and dispatcher.config.graph_safe and dispatcher.config.on_overflow == "drop":
+        options = None if dispatcher is None else dispatcher.config.graph_safe_options
+        if dispatcher is not None and options is not None and options.on_overflow == "drop":
             outcome["dropped"] = outcome["dropped"] or dispatcher.check().overflowed
 
 

@@ -67,7 +67,7 @@ def replayed(path: Path, config: DispatcherConfig, *, ranks: int, steps: int) ->
         TraceError: The trace cannot be read, lacks ranks or dispatches, or has other sizes.
     """
     trace = Trace.load_whole(path, "compare")
-    room = {"max_tokens_per_rank": None, "graph_safe": False, "capacity_factor": "worst", "on_overflow": None}
+    room = {"max_tokens_per_rank": None, "graph_safe": False}
     trace.check(config.replace(backend="auto", row_counts=None, **room), ep_size=ranks)  # compare makes its own room
     return trace.calls[:steps]
 
@@ -137,6 +137,7 @@ class Workload:
             power = 2 if self.routing == "W4_source_ragged" else 1
             ends = (self.tokens * ranks * rank**power // ranks**power for rank in range(ranks + 1))
             counts = [end - begin for begin, end in pairwise(ends)]
+        wire = config.wire_options
         return Scenario(
             name="compare",
             tokens=tuple(counts),
@@ -147,8 +148,8 @@ class Workload:
             dtype=self.dtype,
             pad_multiple=config.pad_multiple_rows,
             weights=config.weights,
-            wire_dtype=config.wire_dtype,
-            grad_wire_dtype=config.grad_wire_dtype,
+            wire_dtype=None if wire is None else wire.dtype,
+            grad_wire_dtype=None if wire is None else wire.of_gradients,
         )
 
     def batch(self, scenario: Scenario, ranks: int, step: int, rank: int) -> Batch:

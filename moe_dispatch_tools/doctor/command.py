@@ -35,7 +35,7 @@ _PHRASES = {
     "group_sizes": "runs on groups of these sizes: {}",
     "local_experts_multiple": "needs a multiple of {} experts on a rank",
     "max_local_experts": "takes at most {} experts of a rank",
-    "wire_dtypes": "supports wire_dtype {}",
+    "wire_dtypes": "supports wire {}",
     "graph_safe": "supports graph-safe mode",
     "compilable": "supports torch.compile",
     "differentiable": "computes no gradients",

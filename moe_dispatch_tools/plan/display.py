@@ -22,7 +22,8 @@ def show(found: dict[str, Any]) -> None:
         f"{'graph-safe' if model['graph_safe'] else 'eager'} mode"
     )
     if spare := model["spare_experts_per_rank"]:
-        filled = "which stay empty" if model["balance"] is None else f"filled by {model['balance']} in each dispatch"
+        planner = model["balance"]["name"]
+        filled = "which stay empty" if planner == "manual" else f"filled by {planner} in each dispatch"
         slots = model["num_experts"] // cluster["ep_size"] + spare
         console.line(f"a rank has {counted(slots, 'expert slot')}, {spare} of them spare, {filled}")
     if model["balance_promise"]:

@@ -64,7 +64,7 @@ class Dispatches:
     def count(
         cls, config: DispatcherConfig, shape: MoEShape, dispatches: Iterable[Dispatch], dtypes: Sequence[torch.dtype]
     ) -> Dispatches:
-        """Count dispatches. With spare slots and ``balance``, the planner of the config places the experts of each.
+        """Count dispatches. With spare slots, the planner of the config places the experts of each.
 
         Args:
             config: Config.
@@ -150,11 +150,12 @@ def forecast(
 
     found = counted(ep_size // nodes)
     loads = found.loads
-    fields = ("num_experts", "top_k", "hidden_size", "balance", "wire_dtype", "graph_safe")
+    fields = ("num_experts", "top_k", "hidden_size", "max_tokens_per_rank")
     return {
         "model": {
             "name": model.name,
-            **{field: getattr(config, field) for field in (*fields, "max_tokens_per_rank")},
+            **{field: getattr(config, field) for field in fields},
+            **{field: config.canonical[field] for field in ("balance", "wire", "graph_safe")},
             "spare_experts_per_rank": config.spare_slots(ep_size),
             "balance_promise": config.balance_promise(ep_size),
             "num_groups": model.groups and model.groups.num_groups,
@@ -253,7 +254,7 @@ def _numbers(
     if traffic is None:
         return numbers
     # Bytes of the counts that each rank sends to another, so that all plan the same placement.
-    counts = 0 if config.balance is None else 8 * (config.num_experts + 1)
+    counts = 0 if not config.plans_placements else 8 * (config.num_experts + 1)
     nothing_CP = torch.zeros_like(padded_CP, dtype=torch.float64)
     sent_CP = traffic.sent_CP | ({"balance": nothing_CP + counts * (shape.ep_size - 1)} if counts else {})
     forward_CP = sum((of for label, of in sent_CP.items() if label in FORWARD), nothing_CP)
@@ -275,7 +276,7 @@ def _agreement_bytes(config: DispatcherConfig, shape: MoEShape, needs: Constrain
     if not agrees or config.graph_safe or config.row_counts_policy not in ("agree", "check"):
         return 0
     integers = _AGREED_INTEGERS
-    if needs.counts_with_sizes and config.balance is None:  # those of each rank, and sums of counts
+    if needs.counts_with_sizes and not config.plans_placements:  # those of each rank, and sums of counts
         integers = _AGREED_INTEGERS * shape.ep_size + 1 + shape.num_experts
     return 2 * 8 * integers * (shape.ep_size - 1) // shape.ep_size
 
@@ -293,16 +294,16 @@ def _buffers(found: Dispatches, options: BackendOptions, needs: Constraints, row
 
 
 def capacity_plans(found: Dispatches) -> list[dict[str, Any]]:
-    """Plan capacity factors of graph-safe mode, among them that of the config. With ``balance`` there are none.
+    """Plan capacity factors of graph-safe mode, among them that of the config; none if dispatches plan placements.
 
     Returns:
         For each factor: the rows of a rank, the rows and bytes of the buffer, which has room for expert padding, the
         share of dispatches that overflow, the share of rows that are dropped, and ``pair_rows`` of ``alltoall`` for the
         same factor with its share of dispatches.
     """
-    if found.config.balance is not None:
+    if found.config.plans_placements:
         return []
-    own, plans = found.config.capacity_factor, []
+    own, plans = found.shape.capacity_factor, []
     listed: list[CapacityFactor] = [*sorted({*_FACTORS, *([] if own == "worst" else [own])}), "worst"]
     received_CP, most_pair_C = found.loads.received_CP, found.loads.pairs_CPP.amax((1, 2))
     for factor in listed:

@@ -253,12 +253,16 @@ def _summary(counts: Counts) -> str:
     )
 
 
+def _written(value: Any) -> str:
+    """Write the value of a field: ``exact``, or ``name=exact, bound=1.05`` for a mapping."""
+    return ", ".join(f"{name}={each}" for name, each in value.items()) if isinstance(value, dict) else str(value)
+
+
 def _settings(of: Trace | RunLog, more: dict[str, Any]) -> dict[str, Any]:
     config = of.config
     fields = ["num_experts", "top_k", "hidden_size", "pad_multiple", "graph_safe"]
-    fields += ["balance", "spare_experts_per_rank"] if config.spare_experts_per_rank or config.balance else []
-    fields += ["capacity_factor"] if config.graph_safe else []
-    named = {field: str(getattr(config, field)) for field in fields}
+    fields += ["balance"] if config.balance else []
+    named = {field: _written(getattr(config, field)) for field in fields}
     versions = {f"{name} version": version for name, version in of.versions.items()}
     return {"backend": of.backend_name, "ranks": of.ep_size, **named, **more, **versions}
 
@@ -331,7 +335,8 @@ def _run_overflow(run: RunLog, counts: Counts) -> list[Section]:
         f"Lines over steps: the rows that a rank has needed so far at most, {rows[0][1]} at the end, and its capacity."
     )
     told = (
-        f"{fate if overflowed else 'No rows were dropped.'} A capacity_factor of {enough:.3f} would have been enough."
+        f"{fate if overflowed else 'No rows were dropped.'} A graph_safe.capacity_factor of {enough:.3f} would have "
+        "been enough."
     )
     picture = curves(counts.lines(lines), alt=alt, stride=counts.stride, ylabel="rows")
     heads = ("need", "rows", "on rank", "capacity", "first overflow in step")

@@ -35,7 +35,7 @@ class Fixed(WireFormat):
     def decode(self, packets):
         return packets.view(torch.int16).float() / 16
 '''
-FIELDS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_size": 8, "wire_dtype": "fixed"}
+SIZES: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_size": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,8 @@ def _random(seed: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("fields", [{}, {"graph_safe": True, "max_tokens_per_rank": 3}], ids=["eager", "graph_safe"])
 @pytest.mark.parametrize("backend", ["local", "allgather", "alltoall"])
 def test_rows_and_gradients_travel_in_it(backend: str, fields: dict[str, Any], dtype: torch.dtype) -> None:
-    config = DispatcherConfig(backend=backend, grad_wire_dtype="fixed", weights="experts", **FIELDS, **fields)
+    wire = {"dtype": "fixed", "gradients": True}
+    config = DispatcherConfig(backend=backend, wire=wire, weights="experts", **SIZES, **fields)
 
     def body(group: dist.ProcessGroup | None) -> None:
         dispatcher, x, upstream = build_dispatcher(config, group), _random(0, dtype), _random(1, dtype)
@@ -83,24 +84,26 @@ def test_rows_and_gradients_travel_in_it(backend: str, fields: dict[str, Any], d
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"hidden_size": 6}, 'wire_dtype "fixed": hidden_size (6) must be a multiple of 4.'),
+        ({"hidden_size": 6}, 'wire "fixed": hidden_size (6) must be a multiple of 4.'),
         (
-            {"wire_dtype": "fixd"},
-            "Unknown wire_dtype 'fixd'. Did you mean 'fixed'? Known ones: None, bfloat16, broken, ",
+            {"wire": "fixd"},
+            "Unknown wire 'fixd'. Did you mean 'fixed'? Known ones: None, bfloat16, broken, ",
         ),
-        ({"wire_dtype": "broken"}, "wire_dtype 'broken' cannot be used here: its import raised ModuleNotFoundError: "),
-        ({"deliver": "quantised"}, "deliver=\"quantised\" needs wire_dtype 'float8_e4m3fn' or 'mxfp8', got 'fixed'."),
-        ({"grad_wire_dtype": "mxfp8"}, "grad_wire_dtype must be None or the quantised wire_dtype, got 'mxfp8' beside "),
+        ({"wire": "broken"}, "Wire format 'broken' cannot be used here: its import raised ModuleNotFoundError: "),
+        (
+            {"wire": {"dtype": "fixed", "deliver": "quantised"}},
+            "wire.deliver=\"quantised\" needs wire.dtype 'float8_e4m3fn' or 'mxfp8', got 'fixed'.",
+        ),
     ],
 )
 def test_configs_that_are_refused(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
-        DispatcherConfig(**{**FIELDS, **fields})
+        DispatcherConfig(**{**SIZES, "wire": "fixed", **fields})
 
 
 def test_a_library_that_does_not_know_it_refuses_it() -> None:
-    config = DispatcherConfig(**{**FIELDS, "backend": {"name": "deepep", "emulate": "v1.2.1"}, "hidden_size": 512})
-    with pytest.raises(
-        ConfigError, match="wire_dtype must be one of None, 'bfloat16', 'float8_e4m3fn', 'mxfp8', got 'fi"
-    ):
+    config = DispatcherConfig(
+        **{**SIZES, "wire": "fixed", "backend": {"name": "deepep", "emulate": "v1.2.1"}, "hidden_size": 512}
+    )
+    with pytest.raises(ConfigError, match="wire must be one of None, 'bfloat16', 'float8_e4m3fn', 'mxfp8', got 'fi"):
         run_ranks(lambda group: build_dispatcher(config, group), 2)

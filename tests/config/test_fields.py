@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from moe_dispatch import DispatcherConfig
-from moe_dispatch._slots import PlannerName
+from moe_dispatch._slots import MANUAL, BalanceName
 from moe_dispatch.backends import known_backends, load_backend
 from moe_dispatch.backends.alltoall.options import AllToAllOptions
 from moe_dispatch.backends.registry import BackendName
@@ -31,8 +31,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "zero experts": ({"num_experts": 0}, r"(?s)num_experts.*greater than or equal to 1"),
     "top_k above experts": ({"top_k": 9}, r"top_k \(9\) must not exceed num_experts \(8\)"),
     "pad_multiple": ({"pad_multiple": "int4"}, r"(?s)pad_multiple.*'bf16', 'fp8', 'mxfp8' or 'nvfp4'.*'nvfp4' for 128"),
-    "fp8 columns": ({"wire_dtype": "float8_e4m3fn"}, r"hidden_size \(64\) must be a multiple of 128"),
-    "mxfp8 columns": ({"wire_dtype": "mxfp8", "hidden_size": 48}, r"hidden_size \(48\) must be a multiple of 32"),
+    "fp8 columns": ({"wire": "float8_e4m3fn"}, r"hidden_size \(64\) must be a multiple of 128"),
+    "mxfp8 columns": ({"wire": "mxfp8", "hidden_size": 48}, r"hidden_size \(48\) must be a multiple of 32"),
     "static without a maximum": ({"row_counts": "static"}, r'row_counts="static" need max_tokens_per_rank'),
     "unknown backend": ({"backend": "alltoal"}, r"Unknown backend 'alltoal'. Known backends: allgather, alltoall"),
     "option of another backend": (
@@ -111,6 +111,6 @@ def test_an_editor_knows_the_names_that_this_package_has() -> None:
     """And any other string is accepted, because packages bring backends and planners of their own."""
     built_in = [name for name in known_backends() if load_backend(name).__module__.startswith("moe_dispatch.backends.")]
     assert {*get_args(BackendName)} == {"auto", *built_in}
-    assert {*get_args(PlannerName)} == {*known_planners()}
-    for field, names in (("backend", BackendName), ("balance", PlannerName)):
+    assert {*get_args(BalanceName)} == {*known_planners(), MANUAL}
+    for field, names in (("backend", BackendName), ("balance", BalanceName)):
         assert {names, str} <= {*get_args(DispatcherConfig.model_fields[field].annotation)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from moe_dispatch.errors import ConfigError
 
 SIZES: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64}
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 4}
-FINITE: dict[str, Any] = {**SAFE, "on_overflow": "raise"}
+FINITE: dict[str, Any] = {**SAFE, "graph_safe": {"on_overflow": "raise", "capacity_factor": 1}}
 ALLTOALL = {"name": "alltoall", "reduction": "fast", "pair_rows": "worst"}
 
 # Each entry lists fields that mean the same; no two entries mean the same.
@@ -38,14 +40,33 @@ MEANINGS: dict[str, list[dict[str, Any]]] = {
     "check": [{"row_counts": "check"}],
     "static": [{"row_counts": "static", "max_tokens_per_rank": 4}],
     "bounded": [{"max_tokens_per_rank": 4}, {"max_tokens_per_rank": 4, "row_counts": "agree"}],
-    "graph-safe": [SAFE, {**SAFE, "row_counts": "static"}, {**SAFE, "capacity_factor": "worst"}],
-    "finite": [{**FINITE, "capacity_factor": 1}, {**FINITE, "capacity_factor": 1.0}],
+    "graph-safe": [
+        SAFE,
+        {**SAFE, "row_counts": "static"},
+        {**SAFE, "graph_safe": {}},
+        {**SAFE, "graph_safe": {"capacity_factor": "worst"}},
+        {**SAFE, "graph_safe": {"on_overflow": None}},
+    ],
+    "finite": [FINITE, {**SAFE, "graph_safe": {"capacity_factor": 1.0, "on_overflow": "raise"}}],
     "finite pairs": [
         {**FINITE, "backend": {"name": "alltoall", "pair_rows": 1}},
         {**FINITE, "backend": {"name": "alltoall", "pair_rows": 1.0}},
     ],
-    "drop": [{**SAFE, "capacity_factor": 1, "on_overflow": "drop"}],
+    "drop": [{**SAFE, "graph_safe": {"capacity_factor": 1, "on_overflow": "drop"}}],
     "debug": [{"debug": True}],
+    "balanced": [
+        {"balance": "exact"},
+        {"balance": {"name": "exact"}},
+        {"balance": {"bound": 1, "name": "exact", "min_rows": None, "spare_experts_per_rank": None}},
+    ],
+    "nearly balanced": [{"balance": {"name": "exact", "bound": 1.05}}],
+    "placed": [{"balance": "manual"}, {"balance": {"name": "manual", "spare_experts_per_rank": 1}}],
+    "planned": [{"balance": "eplb"}, {"balance": {"name": "eplb", "spare_experts_per_rank": 1}}],
+    "another planner": [{"balance": "least_loaded"}],
+    "chunks": [{"chunks": 4}, {"chunks": {"tokens": 4}}, {"chunks": {"tokens": 4, "recompute": False}}],
+    "chunks recomputed": [{"chunks": {"tokens": 4, "recompute": True}}],
+    "wire": [{"wire": "mxfp8"}, {"wire": {"dtype": "mxfp8"}}, {"wire": {"deliver": "rows", "dtype": "mxfp8"}}],
+    "narrow gradients": [{"wire": {"dtype": "mxfp8", "gradients": True}}],
     "overrides": [{"constraints": {"max_rows": 64}}, {"constraints": ConstraintOverrides(max_rows=64)}],
     "other overrides": [{"constraints": {"max_rows": 65}}],
     "sizes": [{"constraints": {"group_sizes": [1, 2]}}, {"constraints": {"group_sizes": (1, 2)}}],
@@ -69,11 +90,28 @@ def test_configs_that_differ_are_not_equal() -> None:
     assert configs[0] != "auto"
 
 
-def test_what_the_caller_changes_later_does_not_count() -> None:
-    options = {"name": "alltoall", "reduction": "fast"}
-    config = DispatcherConfig(**SIZES, backend=options)
-    options["reduction"] = "exact"
-    assert config == DispatcherConfig(**SIZES, backend="alltoall")
+@pytest.mark.parametrize(
+    ("field", "written", "option"),
+    [
+        ("backend", {"name": "alltoall"}, {"reduction": "exact"}),
+        ("balance", {"name": "exact"}, {"bound": 2}),
+        ("wire", {"dtype": "mxfp8"}, {"gradients": True}),
+        ("chunks", {"tokens": 4}, {"recompute": True}),
+    ],
+)
+def test_what_the_caller_changes_later_does_not_count(field: str, written: Any, option: dict[str, Any]) -> None:
+    config, before = DispatcherConfig(**SIZES, **{field: written}), dict(written)
+    written |= option
+    assert getattr(config, field) == before
+    assert config == DispatcherConfig(**SIZES, **{field: before})
+    assert config != DispatcherConfig(**SIZES, **{field: written})
+
+
+@pytest.mark.parametrize("fields", [fields[-1] for fields in MEANINGS.values()], ids=[*MEANINGS])
+def test_copies_by_pickle_and_deepcopy(fields: dict[str, Any]) -> None:
+    config = DispatcherConfig(**{**SIZES, **fields})
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config  # now with the options and the digest, which were asked for
 
 
 def test_a_copy_is_validated_and_has_a_digest_of_its_own() -> None:

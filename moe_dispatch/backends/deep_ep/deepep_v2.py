@@ -124,7 +124,7 @@ def _refuse_recomputation() -> None:
     if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
         raise ConfigError(
             "Backend 'deepep': with the option deterministic=False rows arrive in another order when they are computed "
-            "again, so checkpointing must have use_reentrant=True, and chunk_recompute must be off. Or leave "
+            "again, so checkpointing must have use_reentrant=True, and chunks.recompute must be off. Or leave "
             "deterministic out."
         )
 

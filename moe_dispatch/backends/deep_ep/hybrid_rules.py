@@ -107,8 +107,9 @@ def constraints(found: Rules, device: str, shape: MoEShape, domain: int, *, fuse
     """
     if fuse_permute and shape.capacity_factor != "worst":
         raise ConfigError(
-            "Backend 'hybridep': with fuse_permute, capacity_factor must be \"worst\", because the fused combine hangs "
-            f'if all rows of a token were dropped, got {shape.capacity_factor}. Leave fuse_permute out, or use "worst".'
+            "Backend 'hybridep': with fuse_permute, graph_safe.capacity_factor must be \"worst\", because the fused "
+            f"combine hangs if all rows of a token were dropped, got {shape.capacity_factor}. Leave fuse_permute out, "
+            'or use "worst".'
         )
     several = domain < shape.ep_size
     if several and not found.spans_domains:

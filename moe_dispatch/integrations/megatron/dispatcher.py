@@ -116,7 +116,7 @@ class MegatronDispatcher:
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows, rows per expert with padding, and weights. In eager mode, rows per expert are on the host."""
         sent = self.in_flight("dispatch_postprocess")
-        if self.dispatcher.config.balance is not None and not self.has_slot_experts:
+        if self.dispatcher.config.slot_options is not None and not self.has_slot_experts:
             raise StateError(
                 "MegatronDispatcher.dispatch_postprocess: balance needs experts that run on expert slots, got a "
                 "dispatcher that was set by hand. Call convert on the layer."

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from moe_dispatch._options import spelled_out, with_option
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.integrations.checks import refuse_chunks, refuse_quantised_rows, refuse_spare_slots
+from moe_dispatch.integrations.checks import refuse_chunks, refuse_quantised_rows
 
 # Fields of a DispatcherConfig that come from Megatron, and their source there.
 _DERIVED = {
@@ -35,8 +36,8 @@ _WAYS_OUT = {
     'num_sms_dispatch and num_sms_combine of "hybridep"',
     "moe_ncclep_static_shape": "Leave it out, and pass graph_safe=True, max_tokens_per_rank=",
     "moe_ncclep_zero_copy": "Leave it out",
-    "moe_pad_expert_input_to_capacity": "Set it to False; for static shapes pass graph_safe=True, "
-    "max_tokens_per_rank=, capacity_factor=",
+    "moe_pad_expert_input_to_capacity": "Set it to False; for static shapes pass max_tokens_per_rank= and "
+    'graph_safe={"capacity_factor": ..., "on_overflow": ...}',
     "moe_pad_experts_for_cuda_graph_inference": "Set it to False; for static shapes pass graph_safe=True, "
     "max_tokens_per_rank=",
     "moe_paged_stash": "Set it to False; Dispatcher.retry_on_overflow repeats a step that outgrew its buffers",
@@ -65,16 +66,17 @@ def dispatcher_config(
             f"MegatronDispatcher: {field} must be left to Megatron, got {given[field]!r}. It comes from "
             f"{_DERIVED[field]}."
         )
-    fields: dict[str, Any] = {"pad_multiple": pad_multiple}
+    fields: dict[str, Any] = {"pad_multiple": pad_multiple, **given}
     if (factor := _value(config, "moe_expert_rank_capacity_factor")) is not None:
-        fields |= {"graph_safe": True, "capacity_factor": float(factor)}
+        capacity = with_option(given, "graph_safe", "capacity_factor", float(factor))
+        fields["graph_safe"] = {**capacity, **spelled_out("graph_safe", given.get("graph_safe"))}
     derived = DispatcherConfig(
         backend=backend,
         num_experts=config.num_moe_experts * etp_size,
         top_k=config.moe_router_topk * etp_size,
         hidden_size=_value(config, "moe_latent_size") or config.hidden_size,
         weights="experts",
-        **(fields | given),
+        **fields,
     )
     _check_balance(config, derived)
     refuse_quantised_rows("MegatronDispatcher", derived)
@@ -112,10 +114,9 @@ def check_settings(config: Any) -> None:
 
 def _check_balance(config: Any, ours: DispatcherConfig) -> None:
     """Refuse spare expert slots that cannot be served, or not with these settings of Megatron."""
-    if ours.balance is None:
-        refuse_spare_slots("MegatronDispatcher", ours)
+    if ours.slot_options is None:
         return
-    if ours.balance != "exact" or ours.graph_safe:
+    if ours.slot_options.name != "exact" or ours.graph_safe:
         raise ConfigError(
             'MegatronDispatcher: balance must be "exact" with graph_safe=False, got '
             f"balance={ours.balance!r} and graph_safe={ours.graph_safe}. Leave one of them out."

@@ -174,7 +174,7 @@ def _through(
     """
     config = dispatcher.config
     own = own_weights("moe_dispatch experts", experts) if has_spare_slots(config) else {}
-    if config.chunk_recompute:
+    if config.chunk_options is not None and config.chunk_options.recompute:
         # transformers puts local tensors in the place of DTensors, and PEFT adds adapters, but not in the backward.
         experts = view_of(experts, stacked_weights(experts))
 
