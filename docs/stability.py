@@ -46,17 +46,18 @@ PUBLIC = {
         "Communicator Usable Rejected Volume SentBytes",
     ),
     "moe_dispatch.backends.rank_major": _names(experimental="RankMajorRoute arrive"),
-    "moe_dispatch.backends.wire": _names(experimental="WireFormat Encoded"),
+    "moe_dispatch.backends.wire": _names(experimental="WireFormat Encoded WireOptions"),
     "moe_dispatch.types": _names(experimental="InFlight"),
-    "moe_dispatch.config": _names(experimental="ConstraintOverrides"),
+    "moe_dispatch.config": _names(experimental="ConstraintOverrides GraphSafeOptions"),
+    "moe_dispatch.steps.options": _names(experimental="ChunkOptions"),
     "moe_dispatch.quantised": _names(
         experimental="mx_tensor te_grouped_tensor torch_arguments blocked_scales deep_gemm_pair deep_gemm_layout "
-        "grouped_gemm quantised_gradient gradient_as QuantisedRows",
+        "grouped_gemm quantised_gradient gradient_as QuantisedRows QuantisedOptions",
     ),
     "moe_dispatch.replay": _names(experimental="RoutingTable Cut Recording replayed SequenceId"),
     "moe_dispatch.balance": _names(
-        experimental="ExpertPlacement ExactPlacement exact expected_rows Planner eplb least_loaded run_planner "
-        "load_planner known_planners",
+        experimental="ExpertPlacement ExactPlacement exact expected_rows EplbOptions ExactOptions LeastLoadedOptions "
+        "ManualOptions Planner PlannerOptions eplb least_loaded run_planner load_planner known_planners",
     ),
     "moe_dispatch.permutation": _names(
         experimental="Permutation SlotIndex TorchPermutation choose_permutation known_permutations probe_permutation "
@@ -89,10 +90,7 @@ PUBLIC = {
 
 EXPERIMENTAL_FIELDS = (
     "balance",
-    "balance_bound",
-    "balance_min_rows",
-    "chunk_tokens",
-    "chunk_recompute",
-    "deliver",
-    "grad_wire_dtype",
+    "chunks",
+    "wire.deliver",
+    "wire.gradients",
 )

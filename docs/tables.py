@@ -35,9 +35,9 @@ def backends_table() -> str:
 
 
 def wire_table() -> str:
-    """Return the bytes of one row on ``alltoall`` for each ``wire_dtype``, for the example sizes."""
+    """Return the bytes of one row on ``alltoall`` for each ``wire``, for the example sizes."""
     hidden, top_k = SHAPE.hidden_size, SHAPE.top_k
-    lines = [["model", "`wire_dtype`", "dispatch", "combine", "gradient of combine", "gradient of dispatch"]]
+    lines = [["model", "`wire`", "dispatch", "combine", "gradient of combine", "gradient of dispatch"]]
     for dtype in (torch.float32, torch.bfloat16):
         for wire in (None, *get_args(WireDtype)):
             narrow: WireDtype | None = None if wire is None else "bfloat16"
@@ -183,7 +183,7 @@ _ROWS: tuple[tuple[str, _Cell], ...] = (
     ("top_k", lambda options, needs: "any" if needs.max_top_k is None else f"at most {needs.max_top_k}"),
     ("dtypes", lambda options, needs: _listed(needs.dtypes, "float64, float32, bfloat16, float16")),
     ("devices", lambda options, needs: _listed(needs.devices)),
-    ("`wire_dtype`", _wires),
+    ("`wire`", _wires),
     ("rows per expert padded by", lambda options, needs: "its library" if needs.pads_experts else "this package"),
     ("options", _options),
     ("exchanges counts in every dispatch", lambda options, needs: "yes" if needs.exchanges_counts else "no"),

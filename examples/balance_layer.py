@@ -98,10 +98,12 @@ def save_picture(path: str, tokens: list[int], ratios: dict[tuple[float, str, st
 def compare(rank: int, zipf: float, tokens: int, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return the measurements of one rank, by side."""
     balanced = {
-        "balance": "exact",
-        "balance_bound": given.bound,
-        "balance_min_rows": given.min_rows,
-        "spare_experts_per_rank": given.experts // given.ranks,
+        "balance": {
+            "name": "exact",
+            "bound": given.bound,
+            "min_rows": given.min_rows,
+            "spare_experts_per_rank": given.experts // given.ranks,
+        },
     }
     world = dist.group.WORLD
     assert world is not None

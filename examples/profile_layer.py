@@ -61,7 +61,7 @@ def layer_steps(rank: int, backend: str, chunks: int = 1) -> dict[str, Callable[
     rows = -(-TOKENS // chunks)
     whole, kept, recomputed = (
         Dispatcher(config.replace(**fields), dist.group.WORLD)
-        for fields in ({}, {"chunk_tokens": rows}, {"chunk_tokens": rows, "chunk_recompute": True})
+        for fields in ({}, {"chunks": rows}, {"chunks": {"tokens": rows, "recompute": True}})
     )
     generator = torch.Generator().manual_seed(rank)
     matrices = torch.randn(EXPERTS // dist.get_world_size(), HIDDEN, HIDDEN, generator=generator) / HIDDEN**0.5

@@ -92,7 +92,7 @@ def _with_backend(config: DispatcherConfig, name: str) -> DispatcherConfig:
     if name not in ("deepep", "hybridep"):
         return config.replace(backend=name)
     # Both libraries carry bfloat16, and run on GPUs only.
-    return config.replace(backend={"name": name, "emulate": not torch.cuda.is_available()}, wire_dtype="bfloat16")
+    return config.replace(backend={"name": name, "emulate": not torch.cuda.is_available()}, wire="bfloat16")
 
 
 def _can_run(name: str, ranks: int) -> bool:

@@ -325,9 +325,9 @@ class DispatcherConfig(BaseModel):
 
         A variable is read if its name is ``MOE_DISPATCH_`` and the name of a field in capitals: ``MOE_DISPATCH_TOP_K``.
         An option of a field follows two underscores: ``MOE_DISPATCH_BALANCE__BOUND``. Its variable changes this option
-        only. Values are JSON (``64``, ``true``, ``{"name": "alltoall"}``); a value that is
-        not JSON is a string (``alltoall``). Other variables with this prefix are ignored, such as those that Kubernetes
-        sets for a service named moe-dispatch, unless the name is nearly that of a field.
+        only. Values are JSON (``64``, ``true``, ``{"name": "alltoall"}``); a value that is not JSON is a string
+        (``alltoall``). Other variables with this prefix are ignored, such as those that Kubernetes sets for a service
+        named moe-dispatch, unless the name is nearly that of a field.
 
         Args:
             file: ``.yaml``, ``.yml`` (extra ``yaml``) or ``.json`` file with a mapping of fields, and optionally

@@ -201,10 +201,10 @@ class Scenario:
         return dtype
 
     @property
-    def wire(self) -> dict[str, Any] | None:
+    def wire(self) -> str | dict[str, Any] | None:
         """Return ``wire`` of the config."""
-        if self.wire_dtype is None:
-            return None
+        if self.wire_dtype in (None, "bfloat16"):  # which have no other options
+            return self.wire_dtype
         return {"dtype": self.wire_dtype, "gradients": self.grad_wire_dtype is not None, "deliver": self.deliver}
 
     @property

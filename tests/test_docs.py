@@ -77,7 +77,7 @@ def test_design_notes_are_numbered_and_have_a_status() -> None:
 @pytest.mark.parametrize(
     ("page", "until", "holds"),
     [
-        ("balance.md", "", lambda names: names["config"].balance == "exact"),
+        ("balance.md", "", lambda names: names["config"].slot_options.name == "exact"),
         ("deep-ep.md", "", lambda names: not names["emulated"]._lease._collected.alive),
         ("graph-safe.md", "", lambda names: names["matrices"].grad.isfinite().all()),
         ("layouts.md", "", lambda names: names["hidden"].shape == (20, 64)),
@@ -159,7 +159,7 @@ def test_bytes_of_the_wire_table_are_those_sent(line: str) -> None:
     sizes = {"num_experts": shape.num_experts, "top_k": shape.top_k, "hidden_size": shape.hidden_size}
 
     def body(group: Any) -> dict[str, int]:
-        dispatcher = build_dispatcher(_config(**sizes, wire_dtype=None if wire == "None" else wire.strip('"')), group)
+        dispatcher = build_dispatcher(_config(**sizes, wire=None if wire == "None" else wire.strip('"')), group)
         x = torch.ones(3, shape.hidden_size, dtype=getattr(torch, dtype), requires_grad=True)
         ids = torch.arange(shape.top_k).expand(3, -1) + 32 * (1 - group.rank())
         sent = dispatcher.dispatch(x, Routing(ids, torch.ones(3, shape.top_k, requires_grad=True)))

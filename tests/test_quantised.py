@@ -23,9 +23,13 @@ from tests.pages import ROOT
 
 EXPERTS, HIDDEN, TOKENS = 8, 256, 90
 Fields = dict[str, Any]
-MXFP8: Fields = {"wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32}
-GRADIENTS: Fields = {**MXFP8, "grad_wire_dtype": "mxfp8", "weights": "experts"}
-FLOAT8: Fields = {"wire_dtype": "float8_e4m3fn", "deliver": "quantised", "pad_multiple": 128}
+MXFP8: Fields = {"wire": {"dtype": "mxfp8", "deliver": "quantised"}, "pad_multiple": 32}
+GRADIENTS: Fields = {
+    "wire": {"dtype": "mxfp8", "gradients": True, "deliver": "quantised"},
+    "pad_multiple": 32,
+    "weights": "experts",
+}
+FLOAT8: Fields = {"wire": {"dtype": "float8_e4m3fn", "deliver": "quantised"}, "pad_multiple": 128}
 SAFE: Fields = {"graph_safe": True, "max_tokens_per_rank": TOKENS}
 
 
@@ -297,13 +301,13 @@ NARROW: Fields = {**MXFP8, "pad_multiple": 128, "hidden_size": 160}
 @pytest.mark.parametrize(
     ("fields", "adapter", "told"),
     [
-        ({"pad_multiple": 32}, quantised.deep_gemm_pair, 'the rows are not quantised. Set deliver="quantised"'),
+        ({"pad_multiple": 32}, quantised.deep_gemm_pair, 'the rows are not quantised. Set wire.deliver="quantised"'),
         (FLOAT8, _torch_arguments(8, HIDDEN, 32), "must be 'mxfp8', got"),
         (MXFP8, quantised.deep_gemm_pair, "pad_multiple must be a multiple of 128, got 32"),
         (MXFP8, _torch_arguments(4, HIDDEN, 32), r"\(8, 256\), got \(4,"),
         (MXFP8, _torch_arguments(8, 64, 32), r"\(8, 256\), got \(8, 64,"),
         (MXFP8, lambda sent: quantised.grouped_gemm(sent, DOUBLES, _by_hand), "or float32, got float64"),
-        ({**GRADIENTS, "grad_wire_dtype": None}, _gradient_as, r'with grad_wire_dtype="mxfp8" and .*, got .*None'),
+        ({**MXFP8, "weights": "experts"}, _gradient_as, "with wire.gradients=True and .*, got False"),
         ({**GRADIENTS, "weights": "combine"}, _gradient_as, r'and weights="experts", got .*combine'),
         (NARROW, quantised.te_grouped_tensor, "hidden_size must be a multiple of 128, got 160"),
         (MXFP8, lambda sent: quantised.deep_gemm_layout(sent, psum=True), "psum needs pad_multiple=128"),

@@ -50,7 +50,9 @@ def _dispatch_with_an_old_plan() -> None:
 
 
 def _overflow() -> None:
-    config = _config(backend="local", graph_safe=True, max_tokens_per_rank=4, capacity_factor=0.5, on_overflow="raise")
+    config = _config(
+        backend="local", graph_safe={"capacity_factor": 0.5, "on_overflow": "raise"}, max_tokens_per_rank=4
+    )
     dispatcher = build_dispatcher(config)
     dispatcher.dispatch(torch.ones(4, 16), Routing(torch.arange(8).view(4, 2), torch.ones(4, 2)))
     dispatcher.check()
@@ -81,7 +83,7 @@ def _use_a_closed_dispatcher() -> None:
 
 def _build_emulated(**fields: Any) -> None:
     deepep = {"name": "deepep", "emulate": "v1.2.1"}
-    run_ranks(lambda group: build_dispatcher(_config(backend=deepep, wire_dtype="bfloat16", **fields), group), 2)
+    run_ranks(lambda group: build_dispatcher(_config(backend=deepep, wire="bfloat16", **fields), group), 2)
 
 
 PROVOKED: dict[str, list[Call]] = {

@@ -43,14 +43,14 @@ def largest_difference(run: Run, reference: Run) -> float:
 
 def allowed_difference(run: Run) -> float:
     """Return the largest relative difference from the reference that the losses of a run may have."""
-    return MAX_DIFFERENCE if run.wire_dtype is None else MAX_WIRE_DIFFERENCE
+    return MAX_DIFFERENCE if run.wire is None else MAX_WIRE_DIFFERENCE
 
 
 def check_runs(runs: Sequence[Run]) -> list[Check]:
     """Check the runs. The last run is the reference for the others."""
     return [
         *(_same_curve(run, runs[-1]) for run in runs[:-1]),
-        *(_same_start(run, runs[-1]) for run in runs[:-1] if run.wire_dtype is not None),
+        *(_same_start(run, runs[-1]) for run in runs[:-1] if run.wire is not None),
         *(_loss_falls(run) for run in runs),
         *(_experts_work(run) for run in runs),
     ]

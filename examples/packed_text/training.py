@@ -67,7 +67,7 @@ class Run:
     """
 
     backend: str
-    wire_dtype: str | None
+    wire: str | None
     emulated: bool
     ranks: int
     losses: list[float]
@@ -107,10 +107,11 @@ def train(task: Task, group: Group, device: torch.device) -> Run:
                 print(f"{first.backend_name:>10}: step {step + 1:>3}, loss {losses[-1]:.3f}", flush=True)
     metrics = first.metrics(gather=True)
     model.close()
+    wire = task.config.wire_options
     untimed = min(UNTIMED_STEPS, task.steps - 1)
     return Run(
         backend=metrics.backend,
-        wire_dtype=task.config.wire_dtype,
+        wire=None if wire is None else wire.dtype,
         emulated=bool(getattr(task.config.backend_options, "emulate", False)),
         ranks=size,
         losses=losses,

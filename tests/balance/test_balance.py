@@ -20,7 +20,7 @@ from tests.balance.test_place import scaled_layer
 from tests.dispatchers.layer import Group, on_ranks, random_rows, small_config
 
 RANKS = 4
-BALANCED: dict[str, Any] = {"spare_experts_per_rank": 1, "balance": "least_loaded"}
+BALANCED: dict[str, Any] = {"balance": {"name": "least_loaded", "spare_experts_per_rank": 1}}
 
 
 def zipf_routing(rows: int, seed: int, num_experts: int = 8, top_k: int = 2) -> Routing:
@@ -30,10 +30,11 @@ def zipf_routing(rows: int, seed: int, num_experts: int = 8, top_k: int = 2) -> 
     return Routing(ids, torch.rand(rows, top_k, generator=generator))
 
 
-EXACT: dict[str, Any] = {"spare_experts_per_rank": 2, "balance": "exact"}
+EXACT: dict[str, Any] = {"balance": {"name": "exact", "spare_experts_per_rank": 2}}
+PLACED: dict[str, Any] = {"balance": {"name": "manual", "spare_experts_per_rank": 3}}
 PLANS: dict[str, dict[str, Any]] = {
-    "least_loaded": {**BALANCED, "spare_experts_per_rank": 2},
-    "exact": {**EXACT, "balance_min_rows": 0},
+    "least_loaded": {"balance": {"name": "least_loaded", "spare_experts_per_rank": 2}},
+    "exact": {"balance": {"name": "exact", "min_rows": 0, "spare_experts_per_rank": 2}},
     "static": {**EXACT, "graph_safe": True, "max_tokens_per_rank": 48},
     "static_padded": {**EXACT, "graph_safe": True, "max_tokens_per_rank": 48, "pad_multiple": 4},
 }
@@ -87,10 +88,11 @@ def test_exact_reduction_gives_the_same_bits() -> None:
 
     def body(group: Group) -> list[list[Tensor | None]]:
         rank, results = group.rank(), []
-        for more in ({}, {"spare_experts_per_rank": 0}, {"spare_experts_per_rank": 3}, BALANCED, PLANS["exact"]):
+        moved: dict[str, Any] = {"balance": None}
+        for more in ({}, moved, PLACED, BALANCED, PLANS["exact"]):
             dispatcher = build_dispatcher(small_config(backend, **more), group)
-            if list(more) == ["spare_experts_per_rank"]:
-                drawn = Scenario(name="", spare=dispatcher.config.spare_experts_per_rank, seed=1).placement(RANKS)
+            if more in (moved, PLACED):
+                drawn = Scenario(name="", spare=dispatcher.config.spare_slots(RANKS), seed=1).placement(RANKS)
                 dispatcher.place(drawn or ExpertPlacement(8, ((1, 0), (3, 2), (5, 7), (6, 4))))
             x, routing = random_rows(33 + rank, seed=rank).requires_grad_(), zipf_routing(33 + rank, rank)
             y, _ = scaled_layer(dispatcher, rank, x, Routing(routing.topk_ids, routing.topk_weights.requires_grad_()))
@@ -190,7 +192,7 @@ def test_a_planner_that_fails_on_one_rank(
 
     def body(group: Group) -> str:
         this_rank.number = group.rank()
-        dispatcher = build_dispatcher(small_config(spare_experts_per_rank=1, balance="other"), group)
+        dispatcher = build_dispatcher(small_config(balance={"name": "other", "spare_experts_per_rank": 1}), group)
         with pytest.raises((ConfigError, InputError, PeerError)) as caught:
             dispatcher.dispatch(random_rows(5), zipf_routing(5, 0))
         return f"{caught.type.__name__}: {caught.value}"
@@ -202,16 +204,19 @@ def test_a_planner_that_fails_on_one_rank(
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"balance": "least_loaded"}, r"balance needs spare_experts_per_rank. Set it to 1"),
-        ({**BALANCED, "balance": "least_loded"}, r"Unknown planner 'least_loded'.*Did you mean 'least_loaded'\?"),
+        (
+            {"balance": {"name": "least_loaded", "spare_experts_per_rank": 0}},
+            r"balance\.spare_experts_per_rank: Input should be greater than or equal to 1, got 0",
+        ),
+        ({"balance": "least_loded"}, r"Unknown planner 'least_loded'.*Did you mean 'least_loaded'\?"),
         (
             {**BALANCED, "graph_safe": True, "max_tokens_per_rank": 8},
-            r"balance must be \"exact\" or None with graph_safe=True, got 'least_loaded': it plans on the host",
+            r"balance must be \"exact\" or \"manual\" with graph_safe, got 'least_loaded': it plans on the host",
         ),
-        ({"balance_bound": 1.1}, r"balance_bound and balance_min_rows are settings of balance=\"exact\", got"),
+        ({"balance": {"name": "eplb", "bound": 1.1}}, r"balance\.bound: Extra inputs are not permitted, got 1\.1"),
         (
-            {**EXACT, "graph_safe": True, "max_tokens_per_rank": 4, "balance_min_rows": 8},
-            r"balance_min_rows needs graph_safe=False: without a copy",
+            {"graph_safe": True, "max_tokens_per_rank": 4, "balance": {"name": "exact", "min_rows": 8}},
+            r"balance\.min_rows must be left out with graph_safe, got 8: without a copy",
         ),
     ],
 )
@@ -225,7 +230,7 @@ def test_place_and_compiled_calls_are_refused(fields: dict[str, Any]) -> None:
     """Also on one rank, so that a job meets no new refusal when it gets larger."""
     torch.compiler.reset()  # what was refused once is not traced again
     dispatcher = build_dispatcher(small_config("local", **fields))
-    with pytest.raises(ConfigError, match=r"the config must have balance=None, got balance='(least_loaded|exact)'"):
+    with pytest.raises(ConfigError, match=r'balance must be "manual", got .*(least_loaded|exact).*, which plans'):
         dispatcher.place(ExpertPlacement.contiguous(8, 1, spare=1))
     routing = zipf_routing(3, 0)
     given = random_rows(3), routing.topk_ids, routing.topk_weights

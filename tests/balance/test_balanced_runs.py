@@ -23,9 +23,9 @@ from tests.dispatchers.layer import HIDDEN, NUM_EXPERTS, Group, on_ranks, random
 
 WIDTH = 2048  # columns of an expert of the long run: a matrix has 128 KiB
 PLANS: dict[str, dict[str, Any]] = {
-    "exact": {"balance": "exact", "balance_min_rows": 0},
+    "exact": {"balance": {"name": "exact", "min_rows": 0}},
     "static": {"balance": "exact", "graph_safe": True, "max_tokens_per_rank": 12},
-    "least_loaded": {"balance": "least_loaded", "spare_experts_per_rank": 1},
+    "least_loaded": {"balance": {"name": "least_loaded", "spare_experts_per_rank": 1}},
 }
 
 

@@ -237,7 +237,7 @@ def test_copies_that_were_left_out_are_told(caplog: pytest.LogCaptureFixture) ->
     assert on_ranks(body, 4) == [([1600, 1600, 400], 2), *[([0, 0, 400], 2)] * 3]
     (told,) = caplog.messages
     assert re.search(
-        r"left out 3 copies .* of 1600 rows, .*fewer than balance_min_rows \(512\).* 4\.00 times .*balance_min_rows=0",
+        r"left out 3 copies .* of 1600 rows, .*fewer than balance.min_rows \(512\).* 4\.00 times .*balance.min_rows=0",
         told,
     )
 
@@ -264,7 +264,9 @@ def test_a_graph_safe_dispatch_never_drops_and_has_one_size(pad_multiple: int) -
 
     def body(group: Group) -> set[int]:
         with allow_host_syncs():
-            dispatcher = build_dispatcher(small_config(balance="exact", spare_experts_per_rank=2, **fields), group)
+            dispatcher = build_dispatcher(
+                small_config(balance={"name": "exact", "spare_experts_per_rank": 2}, **fields), group
+            )
         generator, sizes, loads = random.Random(group.rank()), set(), []
         stacked = [torch.ones(2, 16, 4).requires_grad_(), torch.ones(2, 4, 16).requires_grad_()]
         for step in range(7):
@@ -296,7 +298,9 @@ def test_a_graph_safe_dispatch_never_drops_and_has_one_size(pad_multiple: int) -
 @pytest.mark.parametrize("graph_safe", [False, True])
 def test_one_rank_pays_nothing(graph_safe: bool) -> None:
     fields = {"graph_safe": True, "max_tokens_per_rank": 3} if graph_safe else {}
-    dispatcher = build_dispatcher(small_config("local", balance="exact", spare_experts_per_rank=4, **fields))
+    dispatcher = build_dispatcher(
+        small_config("local", balance={"name": "exact", "spare_experts_per_rank": 4}, **fields)
+    )
     up = torch.ones(8, 16, 16)
     with refuse_host_syncs() if graph_safe else nullcontext():
         sent = dispatcher.dispatch(torch.ones(3, 16), Routing(torch.zeros(3, 2).long(), torch.ones(3, 2)))
@@ -307,7 +311,9 @@ def test_one_rank_pays_nothing(graph_safe: bool) -> None:
 
 
 def test_slots_that_no_plan_can_use_are_not_made() -> None:
-    config = DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, balance="exact", spare_experts_per_rank=9)
+    config = DispatcherConfig(
+        num_experts=8, top_k=2, hidden_size=16, balance={"name": "exact", "spare_experts_per_rank": 9}
+    )
     assert [config.spare_slots(ranks) for ranks in (1, 2, 4)] == [0, 4, 2]
 
 
@@ -318,16 +324,28 @@ STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 12}
     ("fields", "promise", "proved"),
     [
         ({"balance": None}, "^$", False),
-        ({"balance_min_rows": 0, "balance_bound": 1.05}, "at most 1.05 times .* for every routing. Nothing", True),
+        (
+            {"balance": {"name": "exact", "bound": 1.05, "min_rows": 0}},
+            "at most 1.05 times .* for every routing. Nothing",
+            True,
+        ),
         (STATIC, "at most 1 times the mean rows, rounded up, for every routing", True),
-        ({}, "and the rows of copies that were not made .* fewer than balance_min_rows", True),
-        ({"spare_experts_per_rank": 1}, "1 of 2 spare slots finds, which may exceed 1 times the mean", False),
-        ({**STATIC, "spare_experts_per_rank": 1}, "may exceed 1 times .* check.. reports an overflow", False),
-        ({"balance": "least_loaded", "spare_experts_per_rank": 1}, "'least_loaded' proves no bound", False),
+        ({}, "and the rows of copies that were not made .* fewer than balance.min_rows", True),
+        (
+            {"balance": {"name": "exact", "spare_experts_per_rank": 1}},
+            "1 of 2 spare slots finds, which may exceed 1 times the mean",
+            False,
+        ),
+        (
+            {**STATIC, "balance": {"name": "exact", "spare_experts_per_rank": 1}},
+            "may exceed 1 times .* check.. reports an overflow",
+            False,
+        ),
+        ({"balance": {"name": "least_loaded", "spare_experts_per_rank": 1}}, "'least_loaded' proves no bound", False),
     ],
 )
 def test_a_config_says_whether_its_bound_is_proved(fields: dict[str, Any], promise: str, proved: bool) -> None:
     config = small_config(**{"balance": "exact", **fields})
     assert config.balance_is_proved(4) == proved
     assert re.search(promise, config.balance_promise(4))
-    assert (shape_of(config, 4).planned_rows is not None) == (proved and config.graph_safe)
+    assert (shape_of(config, 4).planned_rows is not None) == (proved and bool(config.graph_safe))

@@ -41,7 +41,7 @@ def test_counts_are_those_of_slots_and_metrics_those_of_experts() -> None:
     ids = torch.tensor([[4, 7], [4, 0], [4, 1], [4, -1]])
 
     def body(group: Group) -> tuple[list[list[int]], list[float | None]]:
-        dispatcher = build_dispatcher(small_config(spare_experts_per_rank=1), group)
+        dispatcher = build_dispatcher(small_config(balance="manual"), group)
         assert dispatcher.placement == OWN
         dispatcher.place(COPIES)
         sent = dispatcher.dispatch(random_rows(4), Routing(ids, torch.ones(4, 2)))
@@ -78,7 +78,7 @@ def test_metrics_add_up_across_a_placement() -> None:
 @pytest.mark.parametrize("fields", [{}, {"balance": "least_loaded"}, {"graph_safe": True, "max_tokens_per_rank": 40}])
 def test_self_test(fields: dict[str, Any]) -> None:
     def body(group: Group) -> None:
-        dispatcher = build_dispatcher(small_config(spare_experts_per_rank=1, **fields), group)
+        dispatcher = build_dispatcher(small_config(**{"balance": "manual", **fields}), group)
         if "balance" not in fields:
             dispatcher.place(COPIES)
         dispatcher.self_test()
@@ -89,7 +89,7 @@ def test_self_test(fields: dict[str, Any]) -> None:
 
 def test_a_copied_module_keeps_the_placement() -> None:
     def body(group: Group) -> None:
-        dispatcher = build_dispatcher(small_config(spare_experts_per_rank=1), group)
+        dispatcher = build_dispatcher(small_config(balance="manual"), group)
         dispatcher.place(COPIES)
         other = copy.deepcopy(dispatcher)
         assert other.placement == COPIES
@@ -117,14 +117,14 @@ DISAGREE = (
         ((None, None), [r"ConfigError: Dispatcher\.place: placement must be an ExpertPlacement, got NoneType"] * 2),
         ([ExpertPlacement.contiguous(6, 2, spare=2)] * 2, [r"ConfigError: .* must have num_experts \(8\), got 6"] * 2),
         ([ExpertPlacement.contiguous(8, 4, spare=3)] * 2, [r"ConfigError: .* ep_size \(2\) ranks, got 4"] * 2),
-        ([THREE_SPARE] * 2, [WRONG_SLOTS + r" .*, got 7. Set spare_experts_per_rank to 3"] * 2),
+        ([THREE_SPARE] * 2, [WRONG_SLOTS + r" .*, got 7. Set balance.spare_experts_per_rank to 3"] * 2),
         ((COPIES, THREE_SPARE), [r"PeerError: rank 1 refused: .*every rank must have 5", "Config" + WRONG_SLOTS]),
         ((COPIES, UNEVEN), [DISAGREE] * 2),
     ],
 )
 def test_placements_that_do_not_fit_are_refused_on_all_ranks(placements: Any, told: list[str]) -> None:
     def body(group: Group) -> str:
-        dispatcher = build_dispatcher(small_config(spare_experts_per_rank=1), group)
+        dispatcher = build_dispatcher(small_config(balance="manual"), group)
         with pytest.raises((ConfigError, InputError, PeerError)) as caught:
             dispatcher.place(placements[group.rank()])
         assert dispatcher.placement == OWN
@@ -139,8 +139,12 @@ def test_a_rank_without_experts_needs_a_backend_that_allows_it(monkeypatch: pyte
     monkeypatch.setattr(AllGatherOptions, "constraints", lambda *given: replace(needs(*given), idle_ranks=False))
 
     def body(group: Group) -> None:
-        build_dispatcher(small_config("alltoall", num_experts=4, spare_experts_per_rank=2), group).place(alone)
-        dispatcher = build_dispatcher(small_config("allgather", num_experts=4, spare_experts_per_rank=2), group)
+        build_dispatcher(
+            small_config("alltoall", num_experts=4, balance={"name": "manual", "spare_experts_per_rank": 2}), group
+        ).place(alone)
+        dispatcher = build_dispatcher(
+            small_config("allgather", num_experts=4, balance={"name": "manual", "spare_experts_per_rank": 2}), group
+        )
         with pytest.raises(ConfigError, match=r"backend 'allgather' needs an expert on every rank, got none on rank 1"):
             dispatcher.place(alone)
 

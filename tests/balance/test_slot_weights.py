@@ -94,14 +94,16 @@ def gradients(stacked: list[Tensor]) -> list[Tensor]:
 
 def placed(group: Group, placement: ExpertPlacement = COPIES, **fields: Any) -> Dispatcher:
     spare = placement.slots_per_rank - NUM_EXPERTS // placement.num_ranks
-    dispatcher = build_dispatcher(small_config(spare_experts_per_rank=spare, **fields), group)
+    balance = {"name": "manual", "spare_experts_per_rank": spare}
+    dispatcher = build_dispatcher(small_config(balance=balance, **fields), group)
     dispatcher.place(placement)
     return dispatcher
 
 
-EXACT: dict[str, Any] = {"balance": "exact", "spare_experts_per_rank": 2}
+EXACT: dict[str, Any] = {"balance": {"name": "exact", "spare_experts_per_rank": 2}}
 STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 24}
-EAGER: dict[str, Any] = {**EXACT, "balance_min_rows": 0}
+EAGER: dict[str, Any] = {"balance": {"name": "exact", "min_rows": 0, "spare_experts_per_rank": 2}}
+FEW_SLOTS: dict[str, Any] = {"balance": {"name": "exact", "spare_experts_per_rank": 1}}
 BOTH = pytest.mark.parametrize("fields", [EAGER, {**EXACT, **STATIC}], ids=["eager", "static"])
 
 
@@ -112,16 +114,16 @@ BOTH = pytest.mark.parametrize("fields", [EAGER, {**EXACT, **STATIC}], ids=["eag
         (torch.float64, True, {}),
         (torch.float64, False, {**STATIC, "pad_multiple": 4}),
         (torch.float64, True, {**EAGER}),
-        (torch.float64, False, {**EAGER, "spare_experts_per_rank": 1, "pad_multiple": 4}),
+        (torch.float64, False, {"balance": {**EAGER["balance"], "spare_experts_per_rank": 1}, "pad_multiple": 4}),
         (torch.float64, True, {**EXACT, **STATIC}),
-        (torch.float64, False, {**EXACT, **STATIC, "spare_experts_per_rank": 1, "pad_multiple": 4}),
+        (torch.float64, False, {**FEW_SLOTS, **STATIC, "pad_multiple": 4}),
     ],
     ids=["float32", "float64", "graph_safe", "exact", "exact_few_slots", "exact_static", "exact_static_few_slots"],
 )
 def test_gradients_are_those_of_the_dense_layer(dtype: torch.dtype, keeps: bool, fields: dict[str, Any]) -> None:
     def body(group: Group) -> list[Tensor]:
         stacked = own_part(group, dtype)
-        dispatcher = build_dispatcher(small_config(**{"spare_experts_per_rank": 1, **fields}), group)
+        dispatcher = build_dispatcher(small_config(**{"balance": "manual", **fields}), group)
         weights = SlotWeights(dispatcher)
         for call in range(3):
             if "balance" not in fields:
@@ -408,7 +410,7 @@ def test_tensors_and_results_that_do_not_fit_are_refused() -> None:
 
 def test_experts_that_know_nothing_of_slots_are_told_of_slot_weights() -> None:
     def body(group: Group) -> None:
-        dispatcher = build_dispatcher(small_config(balance="exact", balance_min_rows=0), group)
+        dispatcher = build_dispatcher(small_config(balance={"name": "exact", "min_rows": 0}), group)
         sent = dispatcher.dispatch(random_rows(4), Routing(torch.tensor([[0, 1]] * 4), torch.ones(4, 2)))
         assert isinstance(sent, Dispatched)
         own = own_part(group, torch.float32)[0]

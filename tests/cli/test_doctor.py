@@ -49,7 +49,7 @@ def test_what_can_be_used_is_tested(command: Command) -> None:
     assert by_place["te", "cpu"]["reason"].startswith("transformer-engine's kernels run on CUDA devices only")
     assert len(by_place) == 6
     shown = command("doctor", *SMALL, "-b", "alltoall").out
-    told = "on 2 ranks: supports wire_dtype bfloat16, float8_e4m3fn, mxfp8; supports graph-safe mode; "
+    told = "on 2 ranks: supports wire bfloat16, float8_e4m3fn, mxfp8; supports graph-safe mode; "
     assert shown.endswith(f"{told}supports torch.compile\n"), "constraints are sentences"
 
 

@@ -48,7 +48,11 @@ def test_wrong_expert_rows_are_refused() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's, of its own tracing
 @pytest.mark.parametrize(
     ("name", "fields"),
-    [("deepep", {"wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32}), ("deepep", {}), ("hybridep", {})],
+    [
+        ("deepep", {"wire": {"dtype": "mxfp8", "deliver": "quantised"}, "pad_multiple": 32}),
+        ("deepep", {}),
+        ("hybridep", {}),
+    ],
 )
 def test_backends_that_cannot_be_compiled(name: str, fields: dict[str, Any]) -> None:
     run = layer_of(dispatcher_for({"name": name, "emulate": True}, hidden_size=256, **fields))

@@ -57,7 +57,7 @@ def test_inductor_gives_what_eager_gives_without_compiling_again(backend: str, f
 
 @MODES
 def test_a_new_placement_is_used_without_compiling_again(fields: dict[str, Any]) -> None:
-    dispatcher = dispatcher_for("alltoall", spare_experts_per_rank=1, **fields)
+    dispatcher = dispatcher_for("alltoall", balance="manual", **fields)
     layer = Layer(dispatcher, torch.float32)
     compiled = traced(layer)
     inputs = tensors(10, 0, torch.float32)
@@ -94,7 +94,7 @@ def test_changing_rows_compile_once_more_and_for_0_and_1(backend: str, fields: d
 
 EXACT = {"name": "alltoall", "reduction": "exact"}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "padded_wire": {"backend": "alltoall", "pad_multiple": 4, "wire_dtype": "bfloat16", "debug": True},
+    "padded_wire": {"backend": "alltoall", "pad_multiple": 4, "wire": "bfloat16", "debug": True},
     "weighed_by_experts": {"backend": "allgather", "weights": "experts", "row_counts": "check"},
     "static": {"backend": "allgather", "row_counts": "static", "max_tokens_per_rank": 12},
     "exact_aligned": {"backend": EXACT, "constraints": ConstraintOverrides(row_multiple=8)},
@@ -202,7 +202,7 @@ MAXIMUM = 12
 
 
 def graph_safe(backend: Any, **fields: Any) -> Dispatcher:
-    return dispatcher_for(backend, graph_safe=True, max_tokens_per_rank=MAXIMUM, **fields)
+    return dispatcher_for(backend, **{"graph_safe": True, "max_tokens_per_rank": MAXIMUM, **fields})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -223,7 +223,7 @@ def test_shapes_do_not_depend_on_the_routing(backend: str) -> None:
 
 
 def test_a_finite_capacity_drops_alike_and_growing_compiles_again() -> None:
-    layer = Layer(graph_safe("allgather", capacity_factor=0.5, on_overflow="drop"), torch.float32)
+    layer = Layer(graph_safe("allgather", graph_safe={"capacity_factor": 0.5, "on_overflow": "drop"}), torch.float32)
     compiled = compiled_whole(layer)
     inputs = tensors(MAXIMUM, 1, torch.float32)
     expect_same(compiled, layer, inputs)
@@ -253,7 +253,7 @@ def test_operators_of_an_eager_dispatcher_do() -> None:
 
 def test_growing_before_a_backward_that_recomputes() -> None:
     """The recomputation, part of the graph, has the room that was traced."""
-    layer = Layer(graph_safe("alltoall", capacity_factor=0.5, on_overflow="drop"), torch.float32)
+    layer = Layer(graph_safe("alltoall", graph_safe={"capacity_factor": 0.5, "on_overflow": "drop"}), torch.float32)
     inputs = tensors(MAXIMUM, 1, torch.float32)
     wanted = step(layer, layer, inputs)
 

@@ -15,13 +15,12 @@ from tests.dispatchers.layer import doubled, random_routing, random_rows, small_
 # Dynamo makes an instance of every autograd function that it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
-SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 12, "grad_wire_dtype": "mxfp8"}
+SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 12, "gradients": True}
 
 
-def _config(backend: str, **fields: Any) -> DispatcherConfig:
-    return small_config(
-        backend, hidden_size=64, wire_dtype="mxfp8", deliver="quantised", pad_multiple="mxfp8", **fields
-    )
+def _config(backend: str, *, gradients: bool = False, **fields: Any) -> DispatcherConfig:
+    wire = {"dtype": "mxfp8", "gradients": gradients, "deliver": "quantised"}
+    return small_config(backend, hidden_size=64, wire=wire, pad_multiple="mxfp8", **fields)
 
 
 def _run(config: DispatcherConfig, compiler: str | None = None, *, breaks: bool = False) -> tuple[Tensor, Tensor]:

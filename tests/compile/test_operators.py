@@ -56,7 +56,7 @@ def _calls(channel: str, real_rows: Tensor | None, table: Sequence[Tensor] = ())
 )
 def test_torch_finds_nothing_wrong(name: str, cut: bool) -> None:
     placed = cut and name == "alltoall"
-    dispatcher = dispatcher_for(**{"backend": name, **BACKENDS[name]}, spare_experts_per_rank=int(placed))
+    dispatcher = dispatcher_for(**{"backend": name, **BACKENDS[name]}, balance="manual" if placed else None)
     slots = dispatcher._lease.slots
     calls = _calls(
         dispatcher.plan(like=torch.empty(10, 16)).owner,

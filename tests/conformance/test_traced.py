@@ -20,7 +20,7 @@ BACKENDS = ("local", "allgather", "alltoall")
 DEVICES = (None, "meta")
 ROOM: dict[str, dict[str, Any]] = {
     "worst": {},
-    "finite": {"capacity_factor": 1.25, "on_overflow": "drop"},
+    "finite": {"graph_safe": {"capacity_factor": 1.25, "on_overflow": "drop"}},
     "weights by experts": {"weights": "experts", "pad_multiple": 1},
     "duplicates": {"top_k": 3},
 }
@@ -55,7 +55,7 @@ def arguments(top_k: int = 2, size: int = 1) -> list[Tensor]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_depends_on_values(backend: str, room: str, device: str | None) -> None:
     fields = ROOM[room]
-    y = trace_static(layer_of(backend, **SAFE, **fields), *arguments(fields.get("top_k", 2)), device=device)
+    y = trace_static(layer_of(backend, **{**SAFE, **fields}), *arguments(fields.get("top_k", 2)), device=device)
     assert (y.shape, y.dtype, y.device.type) == ((T, HIDDEN), torch.bfloat16, device or "cpu")
 
 
@@ -70,7 +70,7 @@ def _fake_group() -> Iterator[None]:
 @pytest.mark.parametrize("backend", ["allgather", "alltoall"])
 def test_one_rank_of_four(backend: str) -> None:
     """Trace rank 1 of a fake group, whose collectives deliver nothing."""
-    layer = layer_of(backend, dist.group.WORLD, **SAFE, **ROOM["finite"])
+    layer = layer_of(backend, dist.group.WORLD, **{**SAFE, **ROOM["finite"]})
     assert trace_static(layer, *arguments(size=4)).shape == (T, HIDDEN)
 
 

@@ -223,7 +223,7 @@ from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 config = DispatcherConfig(
-    backend={"name": "hybridep", "emulate": True}, num_experts=4, top_k=1, hidden_size=16, wire_dtype="bfloat16"
+    backend={"name": "hybridep", "emulate": True}, num_experts=4, top_k=1, hidden_size=16, wire="bfloat16"
 )
 dispatcher = build_dispatcher(config, dist.group.WORLD)
 sent = dispatcher.dispatch(torch.ones(2, 16), Routing(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)))

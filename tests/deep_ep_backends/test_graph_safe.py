@@ -172,7 +172,7 @@ def test_shapes_are_fixed_and_the_library_is_told_not_to_wait(backend: dict[str,
     assert len(calls) == 2 * (3 + 7)
 
 
-FINITE: dict[str, Any] = {"capacity_factor": 1.0, "on_overflow": "raise"}
+FINITE: dict[str, Any] = {"graph_safe": {"capacity_factor": 1.0, "on_overflow": "raise"}}
 
 
 @pytest.mark.parametrize(
@@ -180,9 +180,9 @@ FINITE: dict[str, Any] = {"capacity_factor": 1.0, "on_overflow": "raise"}
     [
         ({**V2, "expand": True}, {}, "it sorts expanded rows; the option deterministic=False turns this sort off"),
         ({**V2, "ranks_per_node": 1}, {}, "it sorts rows across nodes; the option deterministic=False turns this"),
-        (V1, {"on_overflow": "raise"}, "its library cannot drop rows. Leave out capacity_factor"),
-        (V2, FINITE, "its library cannot drop rows. Leave out capacity_factor"),
-        (HYBRID, {**FINITE, "on_overflow": "drop"}, "it drops rows by position. Use"),
+        (V1, {"graph_safe": {"on_overflow": "raise"}}, "its library cannot drop rows. Write graph_safe=True"),
+        (V2, FINITE, "its library cannot drop rows. Write graph_safe=True"),
+        (HYBRID, {"graph_safe": {**FINITE["graph_safe"], "on_overflow": "drop"}}, "it drops rows by position. Use"),
         (VARIANTS["fused"], FINITE, "the fused combine hangs if all rows of a token were dropped, got 1.0. Leave"),
     ],
 )
@@ -223,12 +223,8 @@ def kept_slots(ids_PTK: Tensor, capacity: Capacity, pad_multiple: int) -> Tensor
 
 
 def overflowing(backend: dict[str, Any], **fields: Any) -> DispatcherConfig:
-    settings: dict[str, Any] = {
-        "graph_safe": True,
-        "max_tokens_per_rank": ROWS,
-        "capacity_factor": 1.0,
-        "on_overflow": "drop_by_position",
-    }
+    room = {"capacity_factor": fields.pop("capacity_factor", 1.0), "on_overflow": "drop_by_position"}
+    settings: dict[str, Any] = {"graph_safe": room, "max_tokens_per_rank": ROWS}
     return config(backend, **{**settings, **fields})
 
 
@@ -292,11 +288,11 @@ def test_raise_tells_all_ranks_alike(case: str) -> None:
         if case == "at capacity":
             assert not dispatcher.check().overflowed
         else:
-            text = r"must need at most 16 rows of a rank's experts, got 17 \(capacity_factor 1.063\). Call grow\(\)"
+            text = r"at most 16 rows of a rank's experts, got 17 \(graph_safe.capacity_factor 1.063\). Call grow\(\)"
             with pytest.raises(CapacityError, match=text):
                 dispatcher.check()
 
-    on_dispatchers(body, overflowing(HYBRID, on_overflow="raise"))
+    on_dispatchers(body, overflowing(HYBRID, graph_safe={"capacity_factor": 1.0, "on_overflow": "raise"}))
 
 
 @pytest.mark.parametrize(
@@ -341,8 +337,10 @@ def test_a_step_that_overflowed_is_run_until_it_gives_what_room_from_the_start_d
     def body(group: Group) -> None:
         rank, runs = rank_of(group), []
         backend, fields = RELEASES[release], {"pad_multiple": pad_multiple}
-        roomy = build_dispatcher(overflowing(backend, capacity_factor="worst", on_overflow=None, **fields), group)
-        tight = build_dispatcher(overflowing(backend, capacity_factor=factor, on_overflow="raise", **fields), group)
+        roomy = build_dispatcher(overflowing(backend, graph_safe=True, **fields), group)
+        tight = build_dispatcher(
+            overflowing(backend, graph_safe={"capacity_factor": factor, "on_overflow": "raise"}, **fields), group
+        )
         x = torch.randn(ROWS, 256, generator=torch.Generator().manual_seed(rank))
         routing = Routing(torch.tensor([[0, 1], [2, 3]] * (ROWS // 2)), random_routing(ROWS, rank).topk_weights)
 

@@ -122,7 +122,7 @@ def test_chunks_keep_rows_across_domains_below_the_limit() -> None:
     def body(group: Any) -> None:
         with pytest.raises(ConfigError, match="at most 21824 rows per rank fit"):
             build_dispatcher(config(**across), group)
-        build_dispatcher(config(**across, chunk_tokens=16384), group)
+        build_dispatcher(config(**across, chunks=16384), group)
 
     on_ranks(body, 2)
 
@@ -186,16 +186,21 @@ def test_the_newest_rules_are_those_of_its_class() -> None:
         (V1, {"num_experts": 258}, 2, "experts per rank must be at most 128, got 129 (258 experts over 2 ranks)"),
         (V2, {"num_experts": 64, "top_k": 33}, 2, "'deepep': top_k must be at most 32, got 33"),
         (HYBRID, {"num_experts": 6}, 2, "experts per rank must be a multiple of 2, got 3 (6 experts over 2 ranks)"),
-        (HYBRID, {"spare_experts_per_rank": 1}, 2, "got 5 (8 experts over 2 ranks, spare slots per rank: 1). Change"),
+        (
+            HYBRID,
+            {"balance": {"name": "manual", "spare_experts_per_rank": 1}},
+            2,
+            "got 5 (8 experts over 2 ranks, spare slots per rank: 1). Change",
+        ),
         (HYBRID, {"hidden_size": 24}, 2, "'hybridep': hidden_size must be a multiple of 16, got 24"),
         ({**HYBRID, "ranks_per_domain": 1}, {"max_tokens_per_rank": 30000}, 2, "at most 21824 rows per rank fit"),
-        (HYBRID, {"wire_dtype": "mxfp8"}, 2, "'hybridep': hidden_size must be a multiple of 512, got 256"),
+        (HYBRID, {"wire": "mxfp8"}, 2, "'hybridep': hidden_size must be a multiple of 512, got 256"),
         *(
             (
                 backend,
-                {"wire_dtype": "mxfp8", "hidden_size": 512},
+                {"wire": "mxfp8", "hidden_size": 512},
                 2,
-                'without grad_wire_dtype. Set grad_wire_dtype="mxfp8"',
+                'gradients of combine must have it too. Set wire={"dtype": "mxfp8", "gradients": True}',
             )
             for backend in (HYBRID, {**V2, "ranks_per_node": 1})
         ),
@@ -234,13 +239,13 @@ def test_numbers_can_be_overridden() -> None:
 
 @pytest.mark.parametrize(("backend", "dtype"), [(HYBRID, torch.float32), (V2, torch.float64)], ids=["hybrid", "v2"])
 def test_other_dtypes_are_refused_with_the_way_out(backend: dict[str, Any], dtype: torch.dtype) -> None:
-    dispatcher = build_dispatcher(config(backend, wire_dtype=None))
+    dispatcher = build_dispatcher(config(backend, wire=None))
     x, routing = torch.ones(4, 256, dtype=dtype), Routing(torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2))
-    with pytest.raises(InputError, match=rf'x must be torch.bfloat16, got {dtype}. Set wire_dtype="bfloat16", or use'):
+    with pytest.raises(InputError, match=rf'x must be torch.bfloat16, got {dtype}. Set wire="bfloat16", or use'):
         dispatcher.dispatch(x, routing)
     sent = dispatcher.dispatch(x.bfloat16(), routing)
     assert dispatcher.combine(sent.rows.to(dtype), sent).dtype == torch.bfloat16
-    with pytest.raises(InputError, match=rf"x must be torch.bfloat16, got {dtype}. Set wire_dtype"):
+    with pytest.raises(InputError, match=rf"x must be torch.bfloat16, got {dtype}. Set wire="):
         dispatcher.dispatch(x, again=sent)
     dispatcher.close()
     wired = build_dispatcher(config(backend))

@@ -69,7 +69,7 @@ def test_rows_in_the_order_of_arrival_are_not_computed_again_with_handles_of_the
     backend: dict[str, Any], chunks: bool
 ) -> None:
     """The gradients would belong to other rows."""
-    fields: dict[str, Any] = {"chunk_tokens": 20, "chunk_recompute": True} if chunks else {}
+    fields: dict[str, Any] = {"chunks": {"tokens": 20, "recompute": True}} if chunks else {}
 
     def body(group: Group, deterministic: bool = False) -> None:
         dispatcher = build_dispatcher(config({**backend, "deterministic": deterministic}, **fields), group)
@@ -84,7 +84,7 @@ def test_rows_in_the_order_of_arrival_are_not_computed_again_with_handles_of_the
             dispatcher.close()
 
     raises_everywhere(
-        outcomes(body, 2), ConfigError, r"checkpointing must have use_reentrant=True, and chunk_recompute"
+        outcomes(body, 2), ConfigError, r"checkpointing must have use_reentrant=True, and chunks.recompute"
     )
     on_ranks(partial(body, deterministic=True), 2)
 

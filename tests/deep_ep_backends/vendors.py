@@ -31,7 +31,7 @@ def buffer_class(backend: dict[str, Any]) -> Any:
 
 
 def config(backend: dict[str, Any], **fields: Any) -> DispatcherConfig:
-    sizes: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 256, "wire_dtype": "bfloat16"}
+    sizes: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 256, "wire": "bfloat16"}
     return DispatcherConfig(backend=backend, **{**sizes, **fields})
 
 

@@ -147,17 +147,23 @@ def expect_same(results: list[Tensors], wanted: Tensors) -> None:
 
 
 def safe_config(
-    backend: str, *, rows: int | None = None, pair_rows: int | None = None, **fields: Any
+    backend: str,
+    *,
+    rows: int | None = None,
+    pair_rows: int | None = None,
+    on_overflow: str | None = None,
+    **fields: Any,
 ) -> DispatcherConfig:
     """A graph-safe config with room for exactly so many rows; None for the worst case."""
     most, size = fields.pop("max_tokens_per_rank", TOKENS), fields.pop("size", 1)
     options: dict[str, Any] = {"name": backend}
+    room: dict[str, Any] = {"on_overflow": on_overflow}
     if pair_rows is not None:
         local = NUM_EXPERTS // size
         none_there = math.comb(NUM_EXPERTS - local, TOP_K) / math.comb(NUM_EXPERTS, TOP_K)
         options["pair_rows"] = (pair_rows - 0.5) / (most * (1 - none_there))
     if rows is not None:
-        fields["capacity_factor"] = (rows - 0.5) / (most * TOP_K)
+        room["capacity_factor"] = (rows - 0.5) / (most * TOP_K)
     if rows is not None or pair_rows is not None:
-        fields.setdefault("on_overflow", "drop")
-    return small_config(options, graph_safe=True, max_tokens_per_rank=most, **fields)
+        room["on_overflow"] = on_overflow or "drop"
+    return small_config(options, graph_safe=room, max_tokens_per_rank=most, **fields)

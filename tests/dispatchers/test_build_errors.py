@@ -47,8 +47,8 @@ from tests.dispatchers.layer import (
 
 PAIRS = {"name": "alltoall", "pair_rows": 2}
 ALLGATHER = {"name": "allgather", "pair_rows": 1.5}
-ON_OVERFLOW = r"Set on_overflow to \"raise\" or \"drop\" with {}\."
-NOT_SAFE = "{} needs graph_safe=True. Otherwise buffers follow the routing"
+ON_OVERFLOW = r"graph_safe\.on_overflow must be \"raise\" or \"drop\" with {}\."
+NOT_SAFE = "{} needs graph_safe. Otherwise buffers follow the routing"
 STATIC = r"graph_safe needs row_counts \"static\", got {}"
 ABSURD: list[tuple[Any, str]] = [
     (0, "greater than 0, got 0"),
@@ -59,24 +59,27 @@ ABSURD: list[tuple[Any, str]] = [
 ]
 ABSURD_FACTOR = "capacity_factor: Input should be 'worst'; or Input should be {}"
 ABSURD_PAIRS = "pair_rows: Input should be 'worst'; or Input should be {}"
-DROP: dict[str, Any] = {**SAFE, "on_overflow": "drop"}
+DROP: dict[str, Any] = {**SAFE, "graph_safe": {"on_overflow": "drop"}}
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"graph_safe": True}, r"graph_safe and row_counts=\"static\" need max_tokens_per_rank"),
     ({**SAFE, "row_counts": "agree"}, STATIC.format("'agree'")),
     ({**SAFE, "row_counts": "check"}, STATIC.format("'check'")),
     ({**SAFE, "row_counts": "assume"}, STATIC.format("'assume'")),
-    ({**SAFE, "capacity_factor": 1.25}, ON_OVERFLOW.format("capacity_factor=1.25")),
-    ({**SAFE, "backend": PAIRS}, ON_OVERFLOW.format(r"pair_rows=2\.0")),
-    ({**SAFE, "backend": PAIRS, "capacity_factor": 2}, ON_OVERFLOW.format(r"capacity_factor=2\.0, pair_rows=2\.0")),
-    ({"capacity_factor": 1.5}, NOT_SAFE.format("capacity_factor=1.5")),
-    ({"backend": PAIRS}, NOT_SAFE.format("pair_rows=2.0")),
-    ({"on_overflow": "drop"}, NOT_SAFE.format("on_overflow='drop'")),
-    ({**SAFE, "on_overflow": "ignore"}, r"on_overflow: Input should be 'raise', 'drop' or "),
+    ({**SAFE, "graph_safe": {"capacity_factor": 1.25}}, ON_OVERFLOW.format(r"graph_safe\.capacity_factor=1\.25")),
+    ({**SAFE, "backend": PAIRS}, ON_OVERFLOW.format(r"backend\.pair_rows=2\.0")),
+    (
+        {**SAFE, "backend": PAIRS, "graph_safe": {"capacity_factor": 2}},
+        ON_OVERFLOW.format(r"graph_safe\.capacity_factor=2\.0 and backend\.pair_rows=2\.0"),
+    ),
+    ({"backend": PAIRS}, NOT_SAFE.format("backend.pair_rows=2.0")),
+    ({**SAFE, "graph_safe": {"on_overflow": "ignore"}}, r"on_overflow: Input should be 'raise', 'drop' or "),
     ({**DROP, "backend": ALLGATHER}, r"pair_rows: Extra inputs are not permitted"),
     ({"backend": {"name": "alltoall", "ranks_per_node": 2}}, r"ranks_per_node is for levels=2, got ranks_per_node=2"),
-    ({"chunk_recompute": True}, "chunk_recompute needs chunk_tokens"),
     ({"permutation": "numpy"}, "permutation: Input should be 'auto', 'torch', 'triton' or 'te', got 'numpy'"),
-    *(({**DROP, "capacity_factor": value}, ABSURD_FACTOR.format(text)) for value, text in ABSURD),
+    *(
+        ({**SAFE, "graph_safe": {**DROP["graph_safe"], "capacity_factor": value}}, ABSURD_FACTOR.format(text))
+        for value, text in ABSURD
+    ),
     *(({**DROP, "backend": {**PAIRS, "pair_rows": value}}, ABSURD_PAIRS.format(text)) for value, text in ABSURD),
 ]
 
@@ -133,8 +136,8 @@ def odd_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TWO_LEVELS = {"name": "alltoall", "levels": 2, "ranks_per_node": 2}
 EXACT = {"name": "alltoall", "reduction": "exact"}
-BY_POSITION: dict[str, Any] = {**SAFE, "capacity_factor": 1.5, "on_overflow": "drop_by_position"}
-NO_POSITION = 'it drops rows by weight. Use on_overflow="drop" or "raise"'
+BY_POSITION: dict[str, Any] = {**SAFE, "graph_safe": {"capacity_factor": 1.5, "on_overflow": "drop_by_position"}}
+NO_POSITION = 'it drops rows by weight. Use "drop" or "raise" for graph_safe.on_overflow'
 MANY: dict[str, Any] = {**SAFE, "max_tokens_per_rank": 1 << 30}
 MAX_ROWS: dict[str, Any] = {"max_tokens_per_rank": 80, "constraints": {"max_rows": 100, "row_multiple": 64}}
 # Ranks, fields, and what is said.
@@ -144,7 +147,7 @@ RULES: list[tuple[int, dict[str, Any], str]] = [
     (1, {"constraints": {"hidden_multiple": 64}}, "'alltoall': hidden_size must be a multiple of 64, got 16"),
     (1, {"constraints": {"max_top_k": 1}}, "top_k must be at most 1, got 2. Lower top_k"),
     (2, {**SAFE, "backend": TWO_LEVELS}, "levels=2 has no exchange of fixed size; levels=1 would work."),
-    (2, {"backend": "allgather", "wire_dtype": "bfloat16"}, "one of None, 'float8_e4m3fn', 'mxfp8', got 'bfloat16'"),
+    (2, {"backend": "allgather", "wire": "bfloat16"}, "one of None, 'float8_e4m3fn', 'mxfp8', got 'bfloat16'"),
     (1, MAX_ROWS, "Backend 'alltoall': at most 64 rows per rank fit, got 80"),
     (2, {**SAFE, "backend": "odd"}, "graph_safe is not possible: it has no static path. Set graph_safe=False"),
     (2, {**SAFE, "backend": EXACT}, 'graph_safe is not possible: reduction="exact" brings back'),
@@ -153,7 +156,7 @@ RULES: list[tuple[int, dict[str, Any], str]] = [
     (2, {**BY_POSITION, "backend": "alltoall"}, f"Backend 'alltoall': {NO_POSITION}"),
     (2, {**SAFE, "permutation": "te"}, 'permutation must be "auto", "torch" or "triton" with graph_safe=True'),
     (2, {**MANY, "backend": "allgather"}, "buffer must have at most 2147483647 rows, because offs is int32, got"),
-    (1, {**MANY, "backend": "local"}, "got 2147483648. Lower max_tokens_per_rank or capacity_factor"),
+    (1, {**MANY, "backend": "local"}, "got 2147483648. Lower max_tokens_per_rank or graph_safe.capacity_factor"),
     (1, {**MANY, "backend": "local", "max_tokens_per_rank": (1 << 30) - 1, "pad_multiple": 16}, "2147483647 rows"),
     (2, {"backend": "local"}, "'local': ep_size must be one of 1, got 2. Use \"alltoall\", or pass group=None"),
     (3, {"backend": TWO_LEVELS, "num_experts": 12}, "a multiple of ranks_per_node, got 3 ranks and ranks_per_node=2"),
@@ -259,24 +262,26 @@ def test_a_backend_without_a_backward_is_for_inference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needs", "way_out", "told"),
+    ("needs", "option", "told"),
     [
-        ({"delivers_quantised": False}, {"deliver": "rows"}, 'it cannot deliver quantised rows. Set deliver="rows"'),
-        ({"quantised_gradients": "no"}, {"grad_wire_dtype": None}, "it cannot send gradients in 8 bits. Set grad_wi"),
+        ({"delivers_quantised": False}, "deliver", "it cannot deliver quantised rows. Leave wire.deliver out"),
+        ({"quantised_gradients": "no"}, "gradients", "it cannot send gradients in 8 bits. Leave wire.gradients out"),
     ],
 )
-def test_a_backend_that_only_widens_is_refused(needs: dict[str, Any], way_out: dict[str, Any], told: str) -> None:
+def test_a_backend_that_only_widens_is_refused(needs: dict[str, Any], option: str, told: str) -> None:
     """No backend of this package takes a quantised wire without the rest; one of another package may."""
     Odd.needs = needs
     sizes: dict[str, Any] = {"hidden_size": 32, "pad_multiple": 32}
-    config = small_config("odd", wire_dtype="mxfp8", grad_wire_dtype="mxfp8", deliver="quantised", **sizes)
+    wire = {"dtype": "mxfp8", "gradients": True, "deliver": "quantised"}
+    config = small_config("odd", wire=wire, **sizes)
     with pytest.raises(ConfigError, match=f"Backend 'odd': {told}"):
         build_dispatcher(config)
-    build_dispatcher(config.replace(**way_out))
+    del wire[option]
+    build_dispatcher(config.replace(wire=wire))
 
 
 ALLTOALL = {"name": "alltoall", "reduction": "fast", "pair_rows": "worst"}
-FINITE: dict[str, Any] = {**SAFE, "on_overflow": "raise"}
+FINITE: dict[str, Any] = {**SAFE, "graph_safe": {"on_overflow": "raise"}}
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_replays_with_new_values_and_the_plan_that_was_captured(replayers: list[
 def test_refuses_after_a_change_of_a_dispatcher(
     change: Callable[[Dispatcher], object], text: str, is_other: bool
 ) -> None:
-    finite: dict[str, Any] = {"capacity_factor": 0.5, "on_overflow": "raise"}
+    finite: dict[str, Any] = {"graph_safe": {"capacity_factor": 0.5, "on_overflow": "raise"}}
     used, other = dispatcher_of(**finite), dispatcher_of(pad_multiple=4, **finite)
     other.dispatch(X, Routing(IDS, WEIGHTS))  # so that it needs more
     graph = captured(used, others=(other,))

@@ -93,7 +93,7 @@ def compare(whole: list[dict[str, Any]], parts: list[dict[str, Any]], *, bits: b
 )
 def test_chunks_have_the_bits_of_one_dispatch(backend: Any, fields: dict[str, Any], recompute: bool) -> None:
     whole = on_ranks(lambda group: step(group, backend, **fields), 4)
-    parts = on_ranks(lambda group: step(group, backend, chunk_tokens=CHUNK, chunk_recompute=recompute, **fields), 4)
+    parts = on_ranks(lambda group: step(group, backend, chunks={"tokens": CHUNK, "recompute": recompute}, **fields), 4)
     compare(whole, parts, bits=backend != "allgather")  # a reduce-scatter adds in an order of its own
     calls, times = parts[0]["calls"], 2 if recompute else 1
     assert calls["dispatch"] == calls["combine"] == times * CHUNKS
@@ -120,7 +120,7 @@ def test_padding_takes_no_chunk(kind: int, graph_safe: bool) -> None:
     def run(**more: Any) -> list[dict[str, Any]]:
         return on_ranks(lambda group: step(group, "alltoall", layouts(group.rank())[kind], **fields, **more), 4)
 
-    whole, parts = run(), run(chunk_tokens=CHUNK, chunk_recompute=recompute)
+    whole, parts = run(), run(chunks={"tokens": CHUNK, "recompute": recompute})
     compare(whole, parts)
     # 40 real rows; with graph_safe rows are masked, not cut, so the number of chunks is that of 200.
     assert parts[0]["calls"]["combine.backward"] == (13 if graph_safe else 3)
@@ -138,7 +138,9 @@ def test_a_result_is_changed_in_place_and_has_two_backwards(recompute: bool) -> 
         return [y.detach(), x.grad, weights.grad, scales.grad]
 
     whole = on_ranks(body, 2)
-    torch.testing.assert_close(on_ranks(lambda group: body(group, chunk_tokens=4, chunk_recompute=recompute), 2), whole)
+    torch.testing.assert_close(
+        on_ranks(lambda group: body(group, chunks={"tokens": 4, "recompute": recompute}), 2), whole
+    )
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
@@ -146,7 +148,7 @@ def test_experts_that_fail_on_all_ranks_leave_a_usable_dispatcher(recompute: boo
     """Also if the next chunk is on its way."""
 
     def body(group: Group) -> None:
-        dispatcher = build_dispatcher(small_config(chunk_tokens=4, chunk_recompute=recompute), group)
+        dispatcher = build_dispatcher(small_config(chunks={"tokens": 4, "recompute": recompute}), group)
 
         def fail(sent: Dispatched) -> Tensor:
             raise ValueError("no experts today")
@@ -160,7 +162,7 @@ def test_experts_that_fail_on_all_ranks_leave_a_usable_dispatcher(recompute: boo
 
 def test_one_plan_serves_several_layers_and_drift_counts_once() -> None:
     def body(group: Group) -> tuple[dict[str, int], dict[str, int]]:
-        dispatcher = build_dispatcher(small_config(chunk_tokens=4), group, name="layer")
+        dispatcher = build_dispatcher(small_config(chunks=4), group, name="layer")
         count = (11, 0)[group.rank()]
         x, routing = random_rows(count), random_routing(count)
         plan = dispatcher.plan(Rows(), like=x)
@@ -206,7 +208,7 @@ def test_memory_is_that_of_a_chunk_beside_the_output_and_the_gradient_of_x(recom
     """All rows go to rank 2, which gets as many of a chunk as a rank can, ``N * P * min(K, L)``, and sends most."""
 
     def body(group: Group, rows: tuple[int, ...] = MANY_ROWS) -> tuple[int, int]:
-        config = small_config(chunk_tokens=CHUNK, chunk_recompute=recompute, hidden_size=HIDDEN)
+        config = small_config(chunks={"tokens": CHUNK, "recompute": recompute}, hidden_size=HIDDEN)
         dispatcher, count = build_dispatcher(config, group), rows[group.rank()]
         x, upstream = random_rows(count, HIDDEN).requires_grad_(recompute), random_rows(count, HIDDEN)
         routing = Routing(torch.tensor([[4, 5]]).expand(count, 2), torch.ones(count, 2))
@@ -238,7 +240,7 @@ def test_experts_placed_anew_for_each_chunk() -> None:
         y.sum().backward()
         return [y.detach(), x.grad, scales.grad], most
 
-    balanced: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0, "chunk_tokens": 8}
+    balanced: dict[str, Any] = {"balance": {"name": "exact", "min_rows": 0}, "chunks": 8}
     plain, in_chunks = on_ranks(body, 2), on_ranks(lambda group: body(group, **balanced), 2)
     for (expected, _), (got, most) in zip(plain, in_chunks, strict=True):
         torch.testing.assert_close(got, expected)
@@ -255,7 +257,7 @@ def test_a_called_dispatcher_runs_in_chunks_and_tests_itself(backend: str, polic
     """Without an agreement on their number, the ranks must have equal numbers of rows."""
 
     def body(group: Group) -> None:
-        layer = Layer(small_config(backend, chunk_tokens=4, row_counts=policy), group)
+        layer = Layer(small_config(backend, chunks=4, row_counts=policy), group)
         x, routing = random_rows(9).view(3, 3, -1), random_routing(9)
         torch.testing.assert_close(layer(x, routing), x * routing.topk_weights.sum(1).view(3, 3, 1))
         metrics = layer.metrics()
@@ -271,7 +273,7 @@ def test_a_number_of_chunks_from_the_rows_of_each_rank_would_not_pass(monkeypatc
 
     def body(group: Group) -> None:
         count = (17, 0)[group.rank()]
-        layer = Layer(small_config(chunk_tokens=4, chunk_recompute=True, watchdog=0.3), group)
+        layer = Layer(small_config(chunks={"tokens": 4, "recompute": True}, watchdog=0.3), group)
         layer(random_rows(count), random_routing(count))
 
     assert any(isinstance(result, LostPeerError) for result in outcomes(body, 2))
@@ -279,11 +281,11 @@ def test_a_number_of_chunks_from_the_rows_of_each_rank_would_not_pass(monkeypatc
 
 def test_more_rows_than_a_chunk_in_one_dispatch_are_refused_on_all_ranks() -> None:
     def body(group: Group) -> None:
-        dispatcher = build_dispatcher(small_config(chunk_tokens=4), group)
+        dispatcher = build_dispatcher(small_config(chunks=4), group)
         identity_round(dispatcher)
         dispatcher.dispatch(random_rows(5 * group.rank()), random_routing(5 * group.rank()))
 
-    told = "a rank must pass at most chunk_tokens (4) rows, got more on some rank: they take 2 dispatches"
+    told = "a rank must pass at most chunks.tokens (4) rows, got more on some rank: they take 2 dispatches"
     refused(body, 2, InputError, told)
 
 
@@ -293,7 +295,7 @@ def test_a_refused_call_is_told_to_the_peers(backend: str, planned: bool) -> Non
     """Also an invalid id in a later chunk, but not one of a row without a token."""
 
     def body(group: Group) -> None:
-        layer, rank = Layer(small_config(backend, chunk_tokens=4, debug=planned), group), group.rank()
+        layer, rank = Layer(small_config(backend, chunks=4, debug=planned), group), group.rank()
         x = random_rows(9)
         plan = layer.plan(Rows(), like=x) if planned else None
         with pytest.raises(PeerError if rank else InputError, match="x has 9 tokens but routing has 8"):
@@ -311,12 +313,12 @@ def test_a_refused_call_is_told_to_the_peers(backend: str, planned: bool) -> Non
 
 
 def test_operators_are_refused() -> None:
-    layer, x, routing = Layer(small_config("local", chunk_tokens=4)), random_rows(4), random_routing(4)
-    with pytest.raises(StateError, match=r"chunk_tokens does not work in torch\.compile and selective checkpointing"):
+    layer, x, routing = Layer(small_config("local", chunks=4)), random_rows(4), random_routing(4)
+    with pytest.raises(StateError, match=r"chunks do not work in torch\.compile and selective checkpointing"):
         by_operators(lambda x: layer.dispatch(x, routing).rows, random_rows(4).requires_grad_())
-    with pytest.raises(Unsupported, match="chunk_tokens does not work in a compiled region"):
+    with pytest.raises(Unsupported, match="chunks do not work in a compiled region"):
         torch.compile(layer, backend="eager", fullgraph=True)(x, routing)
-    with pytest.raises(StateError, match="chunk_tokens does not work in a compiled region"):
+    with pytest.raises(StateError, match="chunks do not work in a compiled region"):
         torch.compile(layer, backend="eager")(x, routing)
 
 
@@ -324,7 +326,7 @@ def test_operators_are_refused() -> None:
 def test_too_many_rows_without_an_agreement_are_told_to_the_peers(recompute: bool) -> None:
     def body(group: Group) -> None:
         fields: dict[str, Any] = {"row_counts": "static", "max_tokens_per_rank": 8}
-        layer = Layer(small_config(chunk_tokens=4, chunk_recompute=recompute, **fields), group)
+        layer = Layer(small_config(chunks={"tokens": 4, "recompute": recompute}, **fields), group)
         count = 8 + group.rank()
         layer(random_rows(count), random_routing(count))
 
@@ -337,18 +339,18 @@ def test_a_finite_capacity_is_that_of_a_chunk() -> None:
     """All rows fit into one dispatch, but the first chunk names experts of rank 0 alone, and the second of rank 1."""
 
     def body(group: Group, **fields: Any) -> int:
-        room: dict[str, Any] = {"max_tokens_per_rank": 8, "capacity_factor": 1.0, "on_overflow": "drop"}
-        layer = Layer(small_config(graph_safe=True, **room, **fields), group)
+        room: dict[str, Any] = {"max_tokens_per_rank": 8, "graph_safe": {"capacity_factor": 1.0, "on_overflow": "drop"}}
+        layer = Layer(small_config(**room, **fields), group)
         ids = torch.tensor([[0, 1]] * 4 + [[4, 5]] * 4)
         return int((layer(torch.ones(8, 16), Routing(ids, torch.ones(8, 2))) == 0).all(1).sum())
 
     assert on_ranks(body, 2) == [0, 0]
-    assert sum(on_ranks(lambda group: body(group, chunk_tokens=4), 2)) > 0
+    assert sum(on_ranks(lambda group: body(group, chunks=4), 2)) > 0
 
 
 def test_debug_checks_a_layout_again_that_changed_after_the_plan() -> None:
     lengths = torch.tensor([3, 2])
-    dispatcher = build_dispatcher(small_config("local", chunk_tokens=2, debug=True))
+    dispatcher = build_dispatcher(small_config("local", chunks=2, debug=True))
     x, routing = random_rows(6).view(2, 3, -1), random_routing(6)
     plan = dispatcher.plan(BSHD(lengths=lengths), like=x)
     lengths[1] = 4

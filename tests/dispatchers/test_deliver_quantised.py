@@ -1,4 +1,4 @@
-"""``deliver="quantised"``: the bits that experts get, the gradients, and which calls and configs it works with."""
+"""``wire.deliver="quantised"``: the bits that experts get, the gradients, and which calls and configs it works with."""
 
 from __future__ import annotations
 
@@ -57,10 +57,18 @@ FORMS: list[tuple[Any, int, WireDtype, dict[str, Any]]] = [
 ]
 
 
-def _config(backend: Any, recipe: WireDtype | None, **fields: Any) -> DispatcherConfig:
-    quantised = {} if recipe is None else {"wire_dtype": recipe, "deliver": "quantised"}
+def _config(
+    backend: Any, recipe: WireDtype | None, *, gradients: bool = False, deliver: str = "quantised", **fields: Any
+) -> DispatcherConfig:
+    wire = None if recipe is None else {"dtype": recipe, "gradients": gradients, "deliver": deliver}
     padded = 32 if recipe is None else FORMATS[recipe].row_multiple
-    return small_config(backend, **{"hidden_size": HIDDEN, "pad_multiple": padded, **quantised, **fields})
+    return small_config(backend, wire=wire, **{"hidden_size": HIDDEN, "pad_multiple": padded, **fields})
+
+
+def _with_wire(config: DispatcherConfig, **options: Any) -> DispatcherConfig:
+    """Return a copy of a config with other options of the wire."""
+    assert isinstance(config.wire, dict)
+    return config.replace(wire={**config.wire, **options})
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -129,7 +137,7 @@ def test_rows_have_the_bits_of_rows_that_are_quantised_after_dispatch(
         other, upstream = (random_rows(len(x), HIDDEN, seed=seed, dtype=torch.bfloat16) for seed in (3, 5))
         found: list[Any] = []
         for narrow in (None, recipe):
-            config = _config(backend, narrow, grad_wire_dtype=narrow, **given)
+            config = _config(backend, narrow, gradients=True, **given)
             dispatcher, seen = build_dispatcher(config, group), list[Any]()
             sent = dispatcher.dispatch(x.clone().requires_grad_(), way)
             again = dispatcher.dispatch(other, again=sent)
@@ -144,7 +152,7 @@ def test_rows_have_the_bits_of_rows_that_are_quantised_after_dispatch(
         some = slice(int(sent.offs[-1]))
         for of, rows in ((sent.quantised, sent.rows), (arrived, grad)):
             assert torch.equal(rows[some], widen((of.values, of.scales), rows.dtype)[some])
-        delivered = build_dispatcher(_config(backend, recipe, grad_wire_dtype=recipe, **given, deliver="rows"), group)
+        delivered = build_dispatcher(_config(backend, recipe, gradients=True, **given, deliver="rows"), group)
         assert torch.equal(delivered.dispatch(x, way).rows[some], sent.rows[some])
 
     on_ranks(body, size)
@@ -170,28 +178,28 @@ def test_only_the_gradient_that_combine_sent_back_is_quantised() -> None:
         rows.register_hook(lambda grad: grad.add_(1))
         return rows
 
-    config = _config("local", "mxfp8", weights="experts", grad_wire_dtype="mxfp8")
+    config = _config("local", "mxfp8", weights="experts", gradients=True)
     assert found(config)
     assert not found(config.replace(weights="combine"))
-    assert not found(config.replace(grad_wire_dtype=None))
-    assert not found(config.replace(deliver="rows"))
+    assert not found(_with_wire(config, gradients=False))
+    assert not found(_with_wire(config, deliver="rows"))
     assert not found(config, lambda rows, sent: rows * sent.weights.unsqueeze(1).to(rows.dtype))
     assert not found(config, added_in_place)
     assert found(config, way_in="operators")
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"wire_dtype": "bfloat16"}, "needs wire_dtype 'float8_e4m3fn' or 'mxfp8', got 'bfloat16'"),
-    ({"wire_dtype": MXFP8, "pad_multiple": 16}, "for mxfp8 need pad_multiple to be a multiple of 32, got 16"),
-    ({"wire_dtype": FLOAT8, "pad_multiple": 32}, "need pad_multiple to be a multiple of 128, got 32"),
-    ({"wire_dtype": MXFP8, "pad_multiple": 32, "grad_wire_dtype": FLOAT8}, "None or the quantised wire_dtype, got"),
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"dtype": "bfloat16"}, 1, "wire.deliver: Extra inputs are not permitted, got 'quantised'"),
+    ({"dtype": MXFP8}, 16, 'for "mxfp8" need pad_multiple to be a multiple of 32, got 16'),
+    ({"dtype": FLOAT8}, 32, "need pad_multiple to be a multiple of 128, got 32"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "told"), REFUSED)
-def test_configs_that_cannot_deliver_are_refused(fields: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(("wire", "pad_multiple", "told"), REFUSED)
+def test_configs_that_cannot_deliver_are_refused(wire: dict[str, Any], pad_multiple: int, told: str) -> None:
+    wire = {**wire, "deliver": "quantised"}
     with pytest.raises(ConfigError, match=told):
-        build_dispatcher(small_config("local", hidden_size=HIDDEN, deliver="quantised", **fields))
+        build_dispatcher(small_config("local", hidden_size=HIDDEN, pad_multiple=pad_multiple, wire=wire))
 
 
 class _Passes(TorchDispatchMode):
@@ -230,7 +238,7 @@ def test_one_pass_over_rows_lies_between_the_wire_and_the_experts() -> None:
 
 
 def test_gradient_rows_that_arrive_quantised_are_copied_once() -> None:
-    config = _config("local", "mxfp8", deliver="rows", weights="experts", grad_wire_dtype="mxfp8")
+    config = _config("local", "mxfp8", deliver="rows", weights="experts", gradients=True)
     x, way = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16), random_routing(TOKENS)
     route = build_dispatcher(config).dispatch(x, way).state.route
     with _Passes(TOKENS * HIDDEN) as passes:
@@ -238,10 +246,10 @@ def test_gradient_rows_that_arrive_quantised_are_copied_once() -> None:
     assert passes.seen.count("index_select") == 1
 
 
-@pytest.mark.parametrize("fields", [{"balance_min_rows": 0}, SAFE], ids=["eager", "graph-safe"])
+@pytest.mark.parametrize("fields", [{"balance": {"name": "exact", "min_rows": 0}}, SAFE], ids=["eager", "graph-safe"])
 def test_copies_of_balanced_experts_get_their_part_of_rows_and_gradient(fields: dict[str, Any]) -> None:
     """In eager mode own experts and copies run apart, each on a part."""
-    config = _config("alltoall", "mxfp8", weights="experts", grad_wire_dtype="mxfp8", balance="exact", **fields)
+    config = _config("alltoall", "mxfp8", weights="experts", gradients=True, **{"balance": "exact", **fields})
 
     def run(group: Group, config: DispatcherConfig) -> tuple[list[Tensor], list[int], int]:
         dispatcher, (x, way), seen = build_dispatcher(config, group), _inputs(group, 2), list[int]()
@@ -250,7 +258,7 @@ def test_copies_of_balanced_experts_get_their_part_of_rows_and_gradient(fields: 
 
         def experts(part: Dispatched, weights: Tensor) -> Tensor:
             outputs = part.grouped_mm(part.rows, weights)
-            if config.deliver == "rows":
+            if config.wire_options is not None and not config.wire_options.delivers_quantised:
                 assert part.quantised is None
                 return outputs
             assert part.quantised is not None
@@ -270,7 +278,7 @@ def test_copies_of_balanced_experts_get_their_part_of_rows_and_gradient(fields: 
         return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)], seen, len(sent.in_graph)
 
     def body(group: Group) -> int:
-        (expected, nothing, _), (got, seen, rows) = run(group, config.replace(deliver="rows")), run(group, config)
+        (expected, nothing, _), (got, seen, rows) = run(group, _with_wire(config, deliver="rows")), run(group, config)
         assert len(got) == 3
         assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
         assert (nothing, sum(seen)) == ([], rows)

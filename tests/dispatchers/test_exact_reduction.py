@@ -1,4 +1,4 @@
-"""Rounding: ``reduction="exact"`` has the same bits for every ep_size, and ``wire_dtype`` rounds where it says."""
+"""Rounding: ``reduction="exact"`` has the same bits for every ep_size, and ``wire`` rounds where it says."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _layer(backend: dict[str, Any], dtype: torch.dtype, size: int, **fields: Any
         (BF16, {}),
         (BF16, {"weights": "experts"}),
         (F16, {}),
-        (BF16, {"wire_dtype": "float8_e4m3fn"}),
-        (BF16, {"wire_dtype": "mxfp8"}),
+        (BF16, {"wire": "float8_e4m3fn"}),
+        (BF16, {"wire": "mxfp8"}),
     ],
 )
 def test_exact_has_the_same_bits_on_any_number_of_ranks(dtype: torch.dtype, fields: dict[str, str]) -> None:
@@ -133,7 +133,7 @@ def _assert_rounded_alike(got: Parts, expected: Parts, dtype: torch.dtype) -> No
 def test_equals_a_reference_that_rounds_at_the_same_places(
     backend: str, size: int, dtype: torch.dtype, wire: str | None
 ) -> None:
-    _assert_rounded_alike(_layer({"name": backend}, dtype, size, wire_dtype=wire), _reference(wire, dtype, size), dtype)
+    _assert_rounded_alike(_layer({"name": backend}, dtype, size, wire=wire), _reference(wire, dtype, size), dtype)
 
 
 APART: list[tuple[torch.dtype, str | None, str | None]] = [
@@ -148,6 +148,4 @@ APART: list[tuple[torch.dtype, str | None, str | None]] = [
 @pytest.mark.parametrize(("dtype", "wire", "other"), APART)
 def test_the_comparison_tells_wires_apart(dtype: torch.dtype, wire: str | None, other: str | None) -> None:
     with pytest.raises(AssertionError):
-        _assert_rounded_alike(
-            _layer({"name": "alltoall"}, dtype, 2, wire_dtype=wire), _reference(other, dtype, 2), dtype
-        )
+        _assert_rounded_alike(_layer({"name": "alltoall"}, dtype, 2, wire=wire), _reference(other, dtype, 2), dtype)

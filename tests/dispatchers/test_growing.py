@@ -35,7 +35,7 @@ from tests.dispatchers.layer import (
 WEIGHTS = expert_weights(dtype=torch.float64)
 TOKENS = (8, 5, 0, 3)
 BACKENDS = [("local", 1), ("allgather", 4), ("alltoall", 4)]
-SMALL = {"rows": 2, "pair_rows": 1}
+SMALL: dict[str, Any] = {"rows": 2, "pair_rows": 1}
 
 
 def small_room(backend: str, size: int, **fields: Any) -> Any:
@@ -73,7 +73,8 @@ def test_required_factors_are_enough_and_so_is_growing(
         required = dispatcher.required_capacity()
         options = {"pair_rows": required.pair_factor} if backend == "alltoall" else {}
         again = dispatcher.config.replace(
-            backend={"name": backend, **options}, capacity_factor=required.capacity_factor, on_overflow="raise"
+            backend={"name": backend, **options},
+            graph_safe={"capacity_factor": required.capacity_factor, "on_overflow": "raise"},
         )
         by_factors = build_dispatcher(again, group)
         run_layer(by_factors, mine, WEIGHTS, group)
@@ -110,8 +111,8 @@ def test_factors_of_the_text_are_enough(backend: str) -> None:
     dispatcher.dispatch(random_rows(3332), random_routing(3332))
     with pytest.raises(CapacityError) as caught:
         dispatcher.check()
-    assert "got 6664 (capacity_factor 0.667)" in str(caught.value)
-    assert (" and 3332 (pair_rows 0.667)" in str(caught.value)) == (backend == "alltoall")
+    assert "got 6664 (graph_safe.capacity_factor 0.667)" in str(caught.value)
+    assert (" and 3332 (backend.pair_rows 0.667)" in str(caught.value)) == (backend == "alltoall")
 
 
 def test_without_an_overflow_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,7 +132,11 @@ def test_headroom_out_of_range() -> None:
 
 
 def test_growing_beyond_what_offs_can_count() -> None:
-    most: dict[str, Any] = {"max_tokens_per_rank": (1 << 31) - 1, "hidden_size": 1, "on_overflow": "raise"}
+    most: dict[str, Any] = {
+        "max_tokens_per_rank": (1 << 31) - 1,
+        "hidden_size": 1,
+        "on_overflow": "raise",
+    }
     dispatcher, count = build_dispatcher(safe_config("local", rows=2, **most)), 1 << 20
     x = torch.ones(count, 1)
     dispatcher.dispatch(x, Routing(torch.tensor([[0, 1]]).repeat(count, 1), torch.ones(count, 2)))
@@ -303,7 +308,7 @@ def retried(config: DispatcherConfig, group: Group, *, headroom: float, dropout:
 
 
 def with_worst_room(config: DispatcherConfig) -> DispatcherConfig:
-    return config.replace(backend=config.backend_name, capacity_factor="worst", on_overflow=None)
+    return config.replace(backend=config.backend_name, graph_safe=True)
 
 
 def config_of(backend: str, size: int, *, rows: int = 1, on_overflow: str = "drop") -> DispatcherConfig:
@@ -399,7 +404,7 @@ def run_all(config: DispatcherConfig, mine: Load) -> list[Any]:
     return on_ranks(body, mine.size)
 
 
-def run_dropping(backend: str, mine: Load, room: dict[str, int], **fields: Any) -> None:
+def run_dropping(backend: str, mine: Load, room: dict[str, Any], **fields: Any) -> None:
     """Dispatch with so much room, and hold everything against the reference."""
     results = run_all(safe_config(backend, size=mine.size, **room, **fields), mine)
     rows, pair_rows = mine.demand()
@@ -441,7 +446,7 @@ def test_the_lightest_are_dropped(backend: str, size: int, bound: str, how_far: 
 def test_who_is_dropped_does_not_depend_on_the_wire(wire_dtype: str) -> None:
     """Weights travel whole, whatever rows travel in."""
     mine, hidden = load(OF_RANKS[4]), 128
-    config = safe_config("alltoall", size=4, rows=9, pair_rows=4, wire_dtype=wire_dtype, hidden_size=hidden)
+    config = safe_config("alltoall", size=4, rows=9, pair_rows=4, wire=wire_dtype, hidden_size=hidden)
 
     def body(group: Group) -> Tensor:
         rank = group.rank()
@@ -474,8 +479,14 @@ def test_raise_is_heard_on_all_ranks_alike(backend: str, size: int, bound: str, 
     rows, pair_rows = mine.demand()
     let_through = size * fits.get("pair_rows", 8) * min(TOP_K, NUM_EXPERTS // size)
     texts = [f"at most {min(fits['rows'], let_through)} rows"] if "rows" in fits else []
-    texts += [f"and {fits['pair_rows']} rows to each rank", f" and {pair_rows} (pair_rows "] if bound != "rows" else []
-    raises_everywhere(told, CapacityError, f"got {rows} (capacity_factor ", *texts, "Results since then lack rows.")
+    texts += (
+        [f"and {fits['pair_rows']} rows to each rank", f" and {pair_rows} (backend.pair_rows "]
+        if bound != "rows"
+        else []
+    )
+    raises_everywhere(
+        told, CapacityError, f"got {rows} (graph_safe.capacity_factor ", *texts, "Results since then lack rows."
+    )
     assert len(set(map(str, told))) == 1
 
 

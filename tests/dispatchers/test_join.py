@@ -103,8 +103,8 @@ def joined(group: Group, hidden: int = 16, way: str = "plain", **fields: Any) ->
     return grads, found
 
 
-BFLOAT16: dict[str, Any] = {"wire_dtype": "bfloat16"}
-QUANTISED: dict[str, Any] = {"wire_dtype": "float8_e4m3fn", "deliver": "quantised", "pad_multiple": 128}
+BFLOAT16: dict[str, Any] = {"wire": "bfloat16"}
+QUANTISED: dict[str, Any] = {"wire": {"dtype": "float8_e4m3fn", "deliver": "quantised"}, "pad_multiple": 128}
 # How a model calls its layers, its hidden size, the config, and how far results may be from those of the dense model.
 RUNS: list[tuple[str, int, dict[str, Any], float]] = [
     ("plain", 16, {"backend": "alltoall", "debug": True, "watchdog": 30}, 1e-5),
@@ -112,7 +112,7 @@ RUNS: list[tuple[str, int, dict[str, Any], float]] = [
     ("autocast", 16, {"backend": "alltoall"}, 0.02),
     ("recomputed", 16, {"backend": {"name": "alltoall", "reduction": "exact"}, "pad_multiple": 8}, 1e-5),
     ("recomputed", 16, {"backend": "allgather"}, 1e-5),
-    ("recomputed", 16, {"backend": "alltoall", "chunk_tokens": 3}, 1e-5),
+    ("recomputed", 16, {"backend": "alltoall", "chunks": 3}, 1e-5),
     ("reentrant", 16, {"backend": "alltoall"}, 1e-5),
     ("reentrant", 16, {"backend": {"name": "alltoall", "levels": 2, "ranks_per_node": 2}}, 1e-5),
     ("plain", 256, {"backend": {"name": "deepep", "emulate": "v1.2.1"}, **BFLOAT16}, 0.02),
@@ -309,7 +309,7 @@ DIFFERENT: dict[str, tuple[Callable[[list[Layer], int], Any], str]] = {
         lambda layers, rank: loop_over_chunks(layers[0], 2 + (rank == 2)),
         "the wait() of dispatch 2 of the block ('layer 0') on ranks 1, 3; dispatch 3 of the block ('layer 0') on rank "
         "2. Make the same calls on all ranks until one is done. A loop over chunks needs as many on every rank: let "
-        "chunk_tokens",
+        "chunks cut",
     ),
     "another dtype": (
         lambda layers, rank: layers[0].dispatch(
@@ -504,7 +504,7 @@ def test_ranks_that_differ_in_grad_mode(backend: str) -> None:
     [
         ({"graph_safe": True, "max_tokens_per_rank": 4}, 2, "sizes must be exchanged, got graph_safe=True"),
         ({"balance": "exact"}, 2, "experts must stay at home"),
-        ({"spare_experts_per_rank": 1}, 2, "experts must stay at home"),
+        ({"balance": {"name": "manual", "spare_experts_per_rank": 1}}, 2, "experts must stay at home"),
         ({}, 1, "pass all 2 open dispatchers of the group, got 1"),
         ({"pad_multiple": 2}, 1, "pass all 2 open dispatchers of the group, got 1"),
         ({}, 0, "join: there are no layers"),

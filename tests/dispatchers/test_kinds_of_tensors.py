@@ -84,7 +84,7 @@ def test_dtensors_are_refused_also_after_a_call_with_tensors(wrap: Wrap, fields:
 
 
 def test_dtensors_are_refused_in_chunks(wrap: Wrap) -> None:
-    dispatcher = build_dispatcher(small_config("local", chunk_tokens=2))
+    dispatcher = build_dispatcher(small_config("local", chunks=2))
     with pytest.raises(InputError, match=r"x must be the tensor of this rank, got a DTensor"):
         run_in_chunks(dispatcher, lambda sent: sent.rows, wrap(X), WAY)
 
@@ -93,8 +93,8 @@ def test_dtensors_are_refused_in_chunks(wrap: Wrap) -> None:
     ("fields", "mode"),
     [
         ({}, partial(torch.device, "meta")),
-        ({"spare_experts_per_rank": 1}, FakeTensorMode),
-        ({"spare_experts_per_rank": 1}, torch.inference_mode),
+        ({"balance": {"name": "manual", "spare_experts_per_rank": 1}}, FakeTensorMode),
+        ({"balance": {"name": "manual", "spare_experts_per_rank": 1}}, torch.inference_mode),
         (SAFE, partial(torch.device, "meta")),
         (SAFE, FakeTensorMode),
         (SAFE, torch.inference_mode),
@@ -143,7 +143,7 @@ def in_bfloat16(argument: Argument) -> Argument:
         ({"backend": "allgather"}, None, in_bfloat16),
         ({**SAFE, "max_tokens_per_rank": 6}, None, same),
         ({**SAFE, "max_tokens_per_rank": 6}, None, in_bfloat16),
-        ({"spare_experts_per_rank": 1, "balance": "exact", "balance_min_rows": 0}, None, same),
+        ({"balance": {"name": "exact", "min_rows": 0, "spare_experts_per_rank": 1}}, None, same),
         ({}, by_operators, in_bfloat16),
     ],
 )
@@ -175,7 +175,9 @@ def test_mapped_plans_routings_and_results_do_as_the_originals(
 
 
 def test_quantised_rows_that_were_cast_are_refused_when_they_are_used() -> None:
-    config = small_config("local", hidden_size=128, wire_dtype="float8_e4m3fn", deliver="quantised", pad_multiple=128)
+    config = small_config(
+        "local", hidden_size=128, wire={"dtype": "float8_e4m3fn", "deliver": "quantised"}, pad_multiple=128
+    )
     sent = build_dispatcher(config).dispatch(random_rows(6, 128), random_routing(6))
     assert torch.equal(same(sent).rows, sent.rows)
     for use in (lambda sent: sent.rows, deep_gemm_pair):
@@ -183,7 +185,7 @@ def test_quantised_rows_that_were_cast_are_refused_when_they_are_used() -> None:
             use(in_bfloat16(sent))
 
 
-@pytest.mark.parametrize("fields", [{}, {"chunk_tokens": 2}], ids=["whole", "chunks"])
+@pytest.mark.parametrize("fields", [{}, {"chunks": 2}], ids=["whole", "chunks"])
 def test_hooks_on_the_output_stay_when_it_is_changed_in_place(fields: dict[str, Any]) -> None:
     dispatcher = build_dispatcher(small_config("local", **fields))
     x, seen = random_rows(6).view(2, 3, -1).requires_grad_(), list[Tensor]()

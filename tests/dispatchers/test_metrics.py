@@ -76,13 +76,13 @@ class _Layer(Dispatcher):
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "graph-safe": {"graph_safe": True, "max_tokens_per_rank": 9},
-    "placed": {"spare_experts_per_rank": 1},
+    "placed": {"balance": {"name": "manual", "spare_experts_per_rank": 1}},
     "operators": {},
     "reentrant checkpoint": {},
     "checkpoint": {},
     "checkpoint in join": {},
-    "chunks": {"chunk_tokens": 4, "chunk_recompute": True},
-    "chunks in a checkpoint": {"chunk_tokens": 4, "chunk_recompute": True},
+    "chunks": {"chunks": {"tokens": 4, "recompute": True}},
+    "chunks in a checkpoint": {"chunks": {"tokens": 4, "recompute": True}},
 }
 
 

@@ -75,7 +75,7 @@ def test_an_observer_hears_of_each_dispatch_and_combine() -> None:
 
 
 def test_an_observer_without_whole_hears_of_each_chunk() -> None:
-    dispatcher = build_dispatcher(small_config("local", chunk_tokens=4), name="layers.0")
+    dispatcher = build_dispatcher(small_config("local", chunks=4), name="layers.0")
     heard = observed(dispatcher)
     run_in_chunks(dispatcher, lambda sent: sent.rows, random_rows(6), random_routing(6))
     assert [each[2] for each in heard if each[0] == "started"] == [(3, 2), (3, 2)]

@@ -275,7 +275,7 @@ TOLD_BY: dict[str, tuple[dict[str, Any], bool]] = {
     "counts, two levels": ({"backend": {"name": "alltoall", "levels": 2, "ranks_per_node": 2}}, False),
     "agreement": ({"backend": "allgather"}, False),
     "check": ({"backend": "allgather", "row_counts": "check"}, False),
-    "agreement on the largest": ({"backend": HYBRID, "hidden_size": 32, "wire_dtype": "bfloat16"}, False),
+    "agreement on the largest": ({"backend": HYBRID, "hidden_size": 32, "wire": "bfloat16"}, False),
     "debug": ({"backend": "alltoall", "debug": True}, False),
     "debug, plan": ({"backend": "allgather", "debug": True}, True),
     "debug, graph-safe": ({"backend": "alltoall", "debug": True, "graph_safe": True, "max_tokens_per_rank": 4}, False),

@@ -78,7 +78,9 @@ def test_bytes_are_those_allocated(
 ) -> None:
     def body(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int], list[int]]:
         drops = None if capacity == "worst" else "drop"
-        given = config(backend, pad_multiple=pad_multiple, capacity_factor=capacity, on_overflow=drops)
+        given = config(
+            backend, pad_multiple=pad_multiple, graph_safe={"capacity_factor": capacity, "on_overflow": drops}
+        )
         dispatcher = build_dispatcher(given, group)
         x = torch.randn(17 + group.rank(), HIDDEN).to(dtype)
         ids = torch.randint(0, EXPERTS, (len(x), TOP_K))

@@ -31,8 +31,8 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "two levels": {"backend": {"name": "alltoall", "levels": 2, "ranks_per_node": 2}},
     "graph-safe": {"backend": "alltoall", "graph_safe": True, "max_tokens_per_rank": 8},
     "allgather": {"backend": "allgather"},
-    "deepep": {"backend": {"name": "deepep", "emulate": True}, "wire_dtype": "bfloat16"},
-    "hybridep": {"backend": {"name": "hybridep", "emulate": True}, "wire_dtype": "bfloat16"},
+    "deepep": {"backend": {"name": "deepep", "emulate": True}, "wire": "bfloat16"},
+    "hybridep": {"backend": {"name": "hybridep", "emulate": True}, "wire": "bfloat16"},
 }
 Layer = Callable[[Tensor], Tensor]
 

@@ -165,7 +165,7 @@ INVALID = [NUM_EXPERTS, -2, 65537, 2**32 + 1, -(2**63)]
 
 def config(name: str, **fields: Any) -> DispatcherConfig:
     sizes: dict[str, Any] = {"num_experts": NUM_EXPERTS, "top_k": 2, "hidden_size": HIDDEN}
-    wire = {"wire_dtype": "bfloat16"} if "ep" in name else {}
+    wire = {"wire": "bfloat16"} if "ep" in name else {}
     return DispatcherConfig(backend=BACKENDS[name][0], **{**sizes, **wire, **fields})
 
 
@@ -310,7 +310,7 @@ def test_operators_report_it_too(name: str, graph_safe: bool) -> None:
 
 def test_retry_on_overflow_reports_it() -> None:
     """On every rank, and on the ranks of another expert-parallel group that run the step too."""
-    graph_safe = config("local", **SAFE, capacity_factor=1.0, on_overflow="raise")
+    graph_safe = config("local", **{**SAFE, "graph_safe": {"capacity_factor": 1.0, "on_overflow": "raise"}})
 
     def body(group: Group) -> None:
         # Each rank is an expert-parallel group of its own. Without a group, the threads would share counters.

@@ -22,10 +22,10 @@ from tests.dispatchers.layer import on_ranks, outcomes_on, raises_everywhere, sm
     ("backend", "size", "dtype", "fields"),
     [
         ("local", 1, torch.float64, {}),
-        ("local", 1, torch.float32, {"num_experts": 2, "top_k": 1, "wire_dtype": "float8_e4m3fn"}),
+        ("local", 1, torch.float32, {"num_experts": 2, "top_k": 1, "wire": "float8_e4m3fn"}),
         ("alltoall", 2, torch.bfloat16, {"num_experts": 2, "top_k": 1, "pad_multiple": "mxfp8", "debug": True}),
-        ("alltoall", 2, torch.float32, {"row_counts": "static", "max_tokens_per_rank": 9, "wire_dtype": "bfloat16"}),
-        ("alltoall", 2, torch.float16, {"wire_dtype": "float8_e4m3fn", "top_k": 8}),
+        ("alltoall", 2, torch.float32, {"row_counts": "static", "max_tokens_per_rank": 9, "wire": "bfloat16"}),
+        ("alltoall", 2, torch.float16, {"wire": "float8_e4m3fn", "top_k": 8}),
         ("allgather", 2, torch.float32, {"row_counts": "assume", "weights": "experts"}),
         ("allgather", 2, torch.float32, {"row_counts": "check", "pad_multiple": "mxfp8"}),
     ],
@@ -127,7 +127,7 @@ def test_does_not_ask_the_layer_for_a_layout() -> None:
 
 def test_a_finite_capacity_drops_nothing_of_the_test() -> None:
     """It told not to train on these machines where rows had only been dropped."""
-    safe = {"graph_safe": True, "max_tokens_per_rank": 32, "capacity_factor": 0.5, "on_overflow": "raise"}
+    safe = {"graph_safe": {"capacity_factor": 0.5, "on_overflow": "raise"}, "max_tokens_per_rank": 32}
     dispatcher = build_dispatcher(small_config("local", **safe))
     dispatcher.self_test()
     assert not dispatcher.check().overflowed

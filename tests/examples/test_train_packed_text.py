@@ -183,10 +183,10 @@ def load(model: ByteLanguageModel, whole: ByteLanguageModel, group: dist.Process
             parameter.copy_(value if value.shape == parameter.shape else value.chunk(group.size())[group.rank()])
 
 
-def run_like(backend: str, losses: list[float], tokens: Any = None, wire_dtype: str | None = None) -> Run:
+def run_like(backend: str, losses: list[float], tokens: Any = None, wire: str | None = None) -> Run:
     costs: dict[str, Any] = {"bytes_per_step": 1e6, "rows_padded": {"rank": 0, "expert": 4}, "tokens_per_second": 1e3}
     tokens = tokens or [[[3, 5], [4, 4]]] * len(losses)
-    of_run: dict[str, Any] = {"backend": backend, "wire_dtype": wire_dtype, "emulated": False, "ranks": 2}
+    of_run: dict[str, Any] = {"backend": backend, "wire": wire, "emulated": False, "ranks": 2}
     return Run(**of_run, losses=losses, tokens_per_expert=tokens, **costs)
 
 
@@ -209,9 +209,9 @@ CHECKED: list[tuple[Run, list[str]]] = [
     (run_like("alltoall", scaled(7, 1 + 2e-4)), OTHER),
     (run_like("alltoall", scaled(7, float("nan"))), OTHER),
     # A bfloat16 wire may differ more, but not at the start.
-    (run_like("deepep", scaled(7, 1.06), wire_dtype="bfloat16"), []),
-    (run_like("deepep", scaled(7, 1.12), wire_dtype="bfloat16"), ["deepep on 2 ranks has the losses of local"]),
-    (run_like("deepep", scaled(0, 1.002), wire_dtype="bfloat16"), ["deepep starts with the loss of local"]),
+    (run_like("deepep", scaled(7, 1.06), wire="bfloat16"), []),
+    (run_like("deepep", scaled(7, 1.12), wire="bfloat16"), ["deepep on 2 ranks has the losses of local"]),
+    (run_like("deepep", scaled(0, 1.002), wire="bfloat16"), ["deepep starts with the loss of local"]),
 ]
 
 

@@ -29,7 +29,7 @@ from moe_dispatch_testing.emulation import RELEASES
 from moe_dispatch_testing.ranks import _run_threads, thread_group
 
 RANKS = 2
-WIRE: dict[str, Any] = {"wire_dtype": "bfloat16", "hidden_size": 256}
+WIRE: dict[str, Any] = {"wire": "bfloat16", "hidden_size": 256}
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 8}
 CASES: dict[str, dict[str, Any]] = {
     "alltoall": {"backend": "alltoall"},
@@ -105,7 +105,9 @@ def test_a_closed_dispatcher_keeps_no_group(case: str) -> None:
 
 
 def slot_weights(group: dist.ProcessGroup) -> None:
-    dispatcher = build_dispatcher(config(backend="alltoall", spare_experts_per_rank=1), group)
+    dispatcher = build_dispatcher(
+        config(backend="alltoall", balance={"name": "manual", "spare_experts_per_rank": 1}), group
+    )
     matrices = torch.randn(4, 16, 16, requires_grad=True)
     dispatcher.place(ExpertPlacement(8, ((0, 1, 2, 3, 4), (4, 5, 6, 7, 0))))
     for _ in range(2):
@@ -146,7 +148,7 @@ from moe_dispatch.communication import Communicator
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 kept = [Communicator(dist.group.WORLD)]  # as integrations keep it
 for backend in ("alltoall", {"name": "hybridep", "emulate": True}, {"name": "deepep", "emulate": True}):
-    config = DispatcherConfig(backend=backend, num_experts=4, top_k=1, hidden_size=256, wire_dtype="bfloat16")
+    config = DispatcherConfig(backend=backend, num_experts=4, top_k=1, hidden_size=256, wire="bfloat16")
     kept.append(build_dispatcher(config, dist.group.WORLD))
     kept[-1].plan(like=torch.ones(3, 256))
 import atexit, gc

@@ -69,7 +69,7 @@ def test_graphed_callable(backend: str) -> None:
 
 
 def test_overflow_in_a_replay_is_seen() -> None:
-    layer = layer_of("alltoall", capacity_factor=0.5, on_overflow="drop")
+    layer = layer_of("alltoall", graph_safe={"capacity_factor": 0.5, "on_overflow": "drop"})
     x, ids, weights = layer.inputs(0)
     graph = capture(layer.dispatcher, layer.step, x, torch.full_like(ids, -1), weights)
     assert not layer.dispatcher.check().overflowed

@@ -24,12 +24,12 @@ def vendor_cases(backend: BackendSpec, ep_size: int) -> list[Case]:
     by_shape: Mapping[Any, list[Case]] = defaultdict(list)
     for case in backend_cases(backend, (ep_size,)):
         config = case_config(backend, case)
-        slots = config.num_experts + config.spare_experts_per_rank * ep_size
-        shape: tuple[object, ...] = (slots, config.graph_safe)
+        slots = config.num_experts + config.spare_slots(ep_size) * ep_size
+        shape: tuple[object, ...] = (slots, bool(config.graph_safe))
         if name == "hybridep":
             shape += (config.pad_multiple,)
         else:
-            shape += (config.top_k, config.wire_dtype, config.max_tokens_per_rank)
+            shape += (config.top_k, case.scenario.wire_dtype, config.max_tokens_per_rank)
         by_shape[shape].append(case)
     frequent = sorted(by_shape.values(), key=len, reverse=True)[:SHAPES]
     return [case for cases in frequent for case in cases]

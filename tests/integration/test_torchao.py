@@ -107,7 +107,7 @@ def test_dispatch_then_emulated_gemm_equals_quantising_after_dispatch(
         routing = Routing(*(part.split(CUTS[size])[rank] for part in (way.topk_ids, way.topk_weights)))
         found = []
         for delivers in (True, False):
-            wire = {"wire_dtype": "mxfp8", "deliver": "quantised"} if delivers else {}
+            wire = {"wire": {"dtype": "mxfp8", "deliver": "quantised"}} if delivers else {}
             x = x_TD.split(CUTS[size])[rank].clone().requires_grad_()
             weights = weights_EHD.chunk(size)[rank].clone().requires_grad_()
             sent = build_dispatcher(small_config(backend, **sizes, **wire), group).dispatch(x, routing)
@@ -139,7 +139,7 @@ def test_the_last_gemm_gets_the_gradient_as_it_travelled(size: int) -> None:
     weights_EHD = expert_weights(EXPERTS, HIDDEN, torch.bfloat16)
     names: dict[str, Any] = {"quantised": quantised, "KernelPreference": KernelPreference}
     exec(_examples()["torchao, last GEMM"], names)
-    narrow = {"wire_dtype": "mxfp8", "deliver": "quantised", "grad_wire_dtype": "mxfp8"}
+    narrow = {"wire": {"dtype": "mxfp8", "gradients": True, "deliver": "quantised"}}
 
     def body(group: Group) -> None:
         rank = 0 if group is None else group.rank()

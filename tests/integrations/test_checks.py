@@ -39,16 +39,24 @@ def test_versions_that_cannot_work_are_refused(install: Install) -> None:
 @pytest.mark.parametrize(
     ("refuse", "changes", "told"),
     [
-        (checks.refuse_spare_slots, {"spare_experts_per_rank": 2}, "got spare_experts_per_rank=2 and balance=None"),
-        (checks.refuse_spare_slots, {"balance": "exact"}, "got spare_experts_per_rank=0 and balance='exact'"),
-        (checks.refuse_quantised_rows, {"deliver": "quantised"}, 'got deliver="quantised"'),
-        (checks.refuse_chunks, {"chunk_tokens": 4}, "got chunk_tokens=4"),
+        (
+            checks.refuse_spare_slots,
+            {"balance": {"name": "manual", "spare_experts_per_rank": 2}},
+            "got balance={'name': 'manual', 'spare_experts_per_rank': 2}",
+        ),
+        (checks.refuse_spare_slots, {"balance": "exact"}, "got balance='exact'"),
+        (
+            checks.refuse_quantised_rows,
+            {"wire": {"dtype": "mxfp8", "deliver": "quantised"}},
+            'got wire.deliver="quantised"',
+        ),
+        (checks.refuse_chunks, {"chunks": 4}, "got chunks=4"),
     ],
 )
 def test_what_experts_of_a_framework_cannot_do_is_refused(
     refuse: Callable[[str, DispatcherConfig], None], changes: dict[str, Any], told: str
 ) -> None:
-    config = DispatcherConfig(num_experts=8, top_k=2, hidden_size=32, pad_multiple=32, wire_dtype="mxfp8")
+    config = DispatcherConfig(num_experts=8, top_k=2, hidden_size=32, pad_multiple=32, wire="mxfp8")
     refuse("register", config)
     with pytest.raises(ConfigError, match=rf"register: .* {told}\. Leave"):
         refuse("register", config.replace(**changes))

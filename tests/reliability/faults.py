@@ -53,10 +53,10 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "alltoall graph-safe": {"backend": "alltoall", "graph_safe": True},
     "allgather": {"backend": "allgather"},
     "allgather graph-safe": {"backend": "allgather", "graph_safe": True},
-    "deepep v1.2.1": {"backend": {"name": "deepep", "emulate": "v1.2.1"}, "wire_dtype": "bfloat16"},
-    "deepep v2-2.1.0": {"backend": {"name": "deepep", "emulate": "v2-2.1.0"}, "wire_dtype": "bfloat16"},
-    "hybridep-94a9f8f": {"backend": {"name": "hybridep", "emulate": "hybridep-94a9f8f"}, "wire_dtype": "bfloat16"},
-    "hybridep-744": {"backend": {"name": "hybridep", "emulate": "hybridep-744"}, "wire_dtype": "bfloat16"},
+    "deepep v1.2.1": {"backend": {"name": "deepep", "emulate": "v1.2.1"}, "wire": "bfloat16"},
+    "deepep v2-2.1.0": {"backend": {"name": "deepep", "emulate": "v2-2.1.0"}, "wire": "bfloat16"},
+    "hybridep-94a9f8f": {"backend": {"name": "hybridep", "emulate": "hybridep-94a9f8f"}, "wire": "bfloat16"},
+    "hybridep-744": {"backend": {"name": "hybridep", "emulate": "hybridep-744"}, "wire": "bfloat16"},
 }
 # The collective in which a phase breaks: a verb, and how many collectives of the verb come before it.
 PHASES = {

@@ -33,14 +33,14 @@ LAYOUTS: dict[str, MakePlan] = {
     "lengths on the device": lambda dispatcher, x: BSHD(lengths=torch.tensor(LENGTHS, device="cuda")),
     "lengths on the host, with a plan": lambda dispatcher, x: dispatcher.plan(BSHD(lengths=LENGTHS), like=x),
 }
-DROPS: dict[str, Any] = {"capacity_factor": 0.5, "on_overflow": "drop"}
+DROPS: dict[str, Any] = {"graph_safe": {"capacity_factor": 0.5, "on_overflow": "drop"}}
 
 
 def captured(backend: str, make_plan: MakePlan, fields: dict[str, Any]) -> list[Record]:
     """Capture all verbs of a layer on one rank, over NCCL except for ``local``. Return the records of the capture."""
 
     def body(group: dist.ProcessGroup) -> list[Record]:
-        dispatcher = dispatcher_of(backend, group, graph_safe=True, max_tokens_per_rank=32, **fields)
+        dispatcher = dispatcher_of(backend, group, **{"graph_safe": True, "max_tokens_per_rank": 32, **fields})
         rows, routing = inputs()
         x = rows.detach().view(BATCH, LENGTH, HIDDEN).requires_grad_()
         step = Step(dispatcher, x, routing, make_plan(dispatcher, x))

@@ -33,7 +33,7 @@ def test_one_launch_reads_quantised_rows_before_the_gemm() -> None:
     weights, ids = torch.rand(TOKENS, EXPERTS, device=device).topk(TOP_K)
     arrived, routes = quantise(x, MXFP8), list[Any]()
     for deliver in ("quantised", "rows"):
-        dispatcher = dispatcher_of("local", None, wire_dtype="mxfp8", deliver=deliver, pad_multiple=32)
+        dispatcher = dispatcher_of("local", None, wire={"dtype": "mxfp8", "deliver": deliver}, pad_multiple=32)
         routes.append(dispatcher.dispatch(x, Routing(ids, weights)).state.route)
     found, launches = _launches(lambda: expand(routes[0], arrived, x.dtype))
     assert len(launches) == 3, "values, scales, and scales of padding"

@@ -21,7 +21,7 @@ from moe_dispatch_tools.traces import RunLog
 from tests.dispatchers.layer import Group, on_ranks, outcomes, random_routing, random_rows, small_config
 
 STEPS = 4
-ROOM: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 20, "capacity_factor": 0.8, "on_overflow": "drop"}
+ROOM: dict[str, Any] = {"graph_safe": {"capacity_factor": 0.8, "on_overflow": "drop"}, "max_tokens_per_rank": 20}
 
 
 def log_run(

@@ -130,7 +130,7 @@ def test_config_is_honoured_and_a_mode_that_its_backend_lacks_is_no_failure(comm
 
 
 def test_graph_safe_has_room_for_the_worst_routing(command: Command, tmp_path: Path) -> None:
-    room = {"graph_safe": True, "max_tokens_per_rank": 4, "capacity_factor": 0.5, "on_overflow": "drop"}
+    room = {"graph_safe": {"capacity_factor": 0.5, "on_overflow": "drop"}, "max_tokens_per_rank": 4}
     report = compared(command, "-b", "alltoall", written(tmp_path, **room), "--routing", "skewed")
     assert report["cases"][0]["agree"], "nothing is dropped"
 
@@ -138,7 +138,7 @@ def test_graph_safe_has_room_for_the_worst_routing(command: Command, tmp_path: P
 def test_dtype_that_a_backend_does_not_carry_is_told(command: Command, config: str) -> None:
     arguments = "-b", "hybridep+emulate=true", config, "--mode", "eager"
     refused = outcome(compared(command, *arguments, "--dtype", "float32", status=1), arguments[1])["refused"]
-    assert 'Set wire_dtype="bfloat16"' in refused
+    assert 'Set wire="bfloat16"' in refused
     emulated = outcome(compared(command, *arguments), arguments[1])
     assert emulated["agrees"]
     assert (emulated["emulated"], emulated["bytes_sent"], emulated["host_syncs"]) == (True, None, None)
@@ -157,7 +157,8 @@ def test_emulation_is_refused_where_ranks_have_gpus() -> None:
 
 @pytest.mark.parametrize("wire", [None, "mxfp8"])
 def test_reference_in_parts_is_the_reference(wire: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = DispatcherConfig(num_experts=8, top_k=2, hidden_size=64, wire_dtype=wire, grad_wire_dtype=wire)
+    options = wire and {"dtype": wire, "gradients": True}
+    config = DispatcherConfig(num_experts=8, top_k=2, hidden_size=64, wire=options)
     scenario = Workload(tokens=9, dtype="float64").scenario(config, 2)
     batch, experts = scenario.batches(2)[0], scenario.experts()
     monkeypatch.setattr(workload, "_REFERENCE_NUMBERS", 3 * experts.bias_ED.numel())
@@ -259,7 +260,7 @@ def test_without_a_config_there_are_sizes(command: Command) -> None:
 
 
 def test_small_capacity_drops_rows_and_is_no_failure(command: Command, unpadded: str) -> None:
-    tight = "alltoall+capacity_factor=0.5"
+    tight = "alltoall+graph_safe.capacity_factor=0.5"
     answer = command("compare", "-b", f"alltoall,{tight}", unpadded, *few(tokens="32"), "--routing", "skewed")
     assert answer.status == 0, answer
     assert re.search(rf" {re.escape(tight)} +graph-safe .* dropped rows", answer.out)

@@ -30,7 +30,7 @@ EXACTLY = ("--mode", "eager", "--dtype", "float32")
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    return written(tmp_path, spare_experts_per_rank=1, hidden_size=16, pad_multiple=1)
+    return written(tmp_path, balance="manual", hidden_size=16, pad_multiple=1)
 
 
 def test_loads_are_measured(command: Command, config: str) -> None:
@@ -63,8 +63,8 @@ def test_exact_balance_needs_no_other_field_and_tells_of_copies_it_left_out(comm
 BOUNDS = (1.0, 1.25)
 SIDES = (
     "alltoall",
-    "alltoall+spare_experts_per_rank=4+place=eplb",
-    *(f"alltoall+balance=exact+balance_bound={bound}+balance_min_rows=0" for bound in BOUNDS),
+    "alltoall+balance=manual+balance.spare_experts_per_rank=4+place=eplb",
+    *(f"alltoall+balance=exact+balance.bound={bound}+balance.min_rows=0" for bound in BOUNDS),
 )
 COMPARED = ("W2_hot_rank", "W4_source_ragged")
 
@@ -93,9 +93,9 @@ def test_workloads_of_megatron(command: Command, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_memory_has_the_weights_of_slots(config: str) -> None:
     """Four spare slots of each rank are filled, and their weights and gradients live beside few rows."""
-    placed, width = "alltoall+spare_experts_per_rank=4+place=eplb", 2048
+    placed, width = "alltoall+balance=manual+balance.spare_experts_per_rank=4+place=eplb", 2048
     shape = ["--ranks", "2", "--tokens", "4", "--steps", "1", "--rounds", "1", "--expert-width", str(width)]
-    process = start("compare", "-b", f"alltoall+spare_experts_per_rank=0,{placed}", config, *shape, *EXACTLY, "--json")
+    process = start("compare", "-b", f"alltoall+balance=null,{placed}", config, *shape, *EXACTLY, "--json")
     out, error = process.communicate(timeout=300)
     assert (process.returncode, error) == (0, "")
     plain, with_copies = (one["peak_bytes"] for one in json.loads(out)["cases"][0]["outcomes"])

@@ -108,20 +108,30 @@ STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": TOKENS + 3}
 # A backend as a command line names it, dtype, fields of the config, and number of ranks.
 VARIANTS: list[tuple[str, torch.dtype, dict[str, Any], int]] = [
     ("alltoall", torch.bfloat16, {}, 8),
-    ("alltoall", torch.float32, {"pad_multiple": 16, "wire_dtype": "bfloat16"}, 2),
-    ("alltoall", torch.bfloat16, {"wire_dtype": "float8_e4m3fn", "weights": "experts"}, 4),
-    ("alltoall", torch.bfloat16, {"wire_dtype": "mxfp8", "grad_wire_dtype": "mxfp8", "pad_multiple": 32}, 4),
-    ("alltoall", torch.bfloat16, {**STATIC, "wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32}, 4),
-    ("alltoall+reduction=exact", torch.float32, {"wire_dtype": "bfloat16"}, 2),
-    ("alltoall+pair_rows=0.7", torch.float32, {**STATIC, "on_overflow": "drop", "wire_dtype": "float8_e4m3fn"}, 4),
-    ("alltoall", torch.bfloat16, {**STATIC, "spare_experts_per_rank": 1, "pad_multiple": 16}, 4),
-    ("alltoall", torch.bfloat16, {"spare_experts_per_rank": 2, "balance": "least_loaded", "pad_multiple": 16}, 4),
-    ("alltoall", torch.bfloat16, {"balance": "exact", "balance_min_rows": 0}, 4),
+    ("alltoall", torch.float32, {"pad_multiple": 16, "wire": "bfloat16"}, 2),
+    ("alltoall", torch.bfloat16, {"wire": "float8_e4m3fn", "weights": "experts"}, 4),
+    ("alltoall", torch.bfloat16, {"wire": {"dtype": "mxfp8", "gradients": True}, "pad_multiple": 32}, 4),
+    ("alltoall", torch.bfloat16, {**STATIC, "wire": {"dtype": "mxfp8", "deliver": "quantised"}, "pad_multiple": 32}, 4),
+    ("alltoall+reduction=exact", torch.float32, {"wire": "bfloat16"}, 2),
+    (
+        "alltoall+pair_rows=0.7",
+        torch.float32,
+        {**STATIC, "graph_safe": {"on_overflow": "drop"}, "wire": "float8_e4m3fn"},
+        4,
+    ),
+    ("alltoall", torch.bfloat16, {**STATIC, "balance": "manual", "pad_multiple": 16}, 4),
+    (
+        "alltoall",
+        torch.bfloat16,
+        {"balance": {"name": "least_loaded", "spare_experts_per_rank": 2}, "pad_multiple": 16},
+        4,
+    ),
+    ("alltoall", torch.bfloat16, {"balance": {"name": "exact", "min_rows": 0}}, 4),
     ("allgather", torch.bfloat16, {"pad_multiple": 16}, 8),
-    ("allgather", torch.float32, {"wire_dtype": "mxfp8", "grad_wire_dtype": "mxfp8"}, 4),
+    ("allgather", torch.float32, {"wire": {"dtype": "mxfp8", "gradients": True}}, 4),
     ("allgather", torch.float32, {"constraints": {"row_multiple": 16}}, 4),
-    ("allgather", torch.bfloat16, {**STATIC, "capacity_factor": 1.5, "on_overflow": "drop"}, 4),
-    ("allgather", torch.bfloat16, {"spare_experts_per_rank": 1, "balance": "eplb"}, 4),
+    ("allgather", torch.bfloat16, {**STATIC, "graph_safe": {"capacity_factor": 1.5, "on_overflow": "drop"}}, 4),
+    ("allgather", torch.bfloat16, {"balance": {"name": "eplb", "spare_experts_per_rank": 1}}, 4),
 ]
 
 
@@ -139,7 +149,7 @@ def test_bytes_and_rows_are_those_of_a_run(name: str, dtype: torch.dtype, fields
     sent = [metrics.bytes_sent for metrics, _ in measured]
     assert plan["sent"] == {label: summed([of[label] for of in sent]) for label in LABELS if label in sent[0]}
     assert (plan["forward"]["expected"] + plan["backward"]["expected"]) * size == sum(seen for _, seen in measured)
-    if given.capacity_factor != "worst" or "pair_rows" in name:
+    if given.graph_safe_options not in (None, capacity.GraphSafeOptions()) or "pair_rows" in name:
         return  # rows that were dropped are no padding
     padded = [metrics.rows_padded for metrics, _ in measured]
     assert plan["rank_padding"]["expected"] * size == sum(of["rank"] for of in padded)
@@ -157,10 +167,10 @@ def test_a_copy_is_planned_for_the_fewest_rows_of_a_gpu_or_as_the_config_says(de
     ids = [torch.zeros(1800, 1).long(), torch.zeros(0, 1).long()]  # a copy takes 900 rows over
     found = plan_of(config(top_k=1, balance="exact", device=device), 2, recorded(ids), "allgather")
     assert found["copies"]["expected"] == copies
-    assert "fewer than balance_min_rows" in found["model"]["balance_promise"]
+    assert "fewer than balance.min_rows" in found["model"]["balance_promise"]
 
 
-BALANCED: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}
+BALANCED: dict[str, Any] = {"balance": {"name": "exact", "min_rows": 0}}
 
 
 @pytest.mark.parametrize(
@@ -262,14 +272,14 @@ def test_rows_are_padded_for_the_backend() -> None:
 
 
 def test_capacities_are_those_of_graph_safe_mode() -> None:
-    given: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 40, "capacity_factor": 1.3, "pad_multiple": 16}
-    given["on_overflow"] = "raise"
+    room = {"capacity_factor": 1.3, "on_overflow": "raise"}
+    given: dict[str, Any] = {"graph_safe": room, "max_tokens_per_rank": 40, "pad_multiple": 16}
     found = planned("alltoall,allgather", fields=given)
     by_factor = {one["factor"]: one for one in found["capacities"]}
     assert list(by_factor) == [1.0, 1.1, 1.25, 1.3, 1.5, 2.0, "worst"]
-    room, own = capacity.capacity_of(shape_of(config(**given), 4), pair_factor="worst"), by_factor[1.3]
-    assert (own["rows"], own["buffer_rows"]) == (room.rows, room.buffer_rows)
-    assert own["buffer_bytes"] == room.buffer_rows * 128 * 2
+    needed, own = capacity.capacity_of(shape_of(config(**given), 4), pair_factor="worst"), by_factor[1.3]
+    assert (own["rows"], own["buffer_rows"]) == (needed.rows, needed.buffer_rows)
+    assert own["buffer_bytes"] == needed.buffer_rows * 128 * 2
     assert by_factor["worst"]["overflow"] == by_factor["worst"]["dropped"] == by_factor["worst"]["pair_overflow"] == 0
     assert found["needed_factor"] == found["busiest_rank"]["high"] / (40 * 4)
     assert by_name(found)["allgather"]["rows_per_rank"]["expected"] == 40
@@ -279,7 +289,7 @@ def test_capacities_are_those_of_graph_safe_mode() -> None:
 def test_a_recorded_overflow_is_counted() -> None:
     ids = mixed_ids(4)
     nothing = [torch.full_like(of_rank, -1) for of_rank in ids]
-    given = {"graph_safe": True, "max_tokens_per_rank": TOKENS, "capacity_factor": 0.001, "on_overflow": "drop"}
+    given = {"graph_safe": {"capacity_factor": 0.001, "on_overflow": "drop"}, "max_tokens_per_rank": TOKENS}
     found = planned("alltoall", source=recorded(ids, nothing), tokens=None, fields=given)
     (least, *_) = found["capacities"]
     assert (least["overflow"], least["pair_overflow"]) == (0.5, 0.5)
@@ -290,10 +300,10 @@ REFUSED = [
     ("local", {}, 4, r"ep_size must be one of 1, got 4"),
     ("deepep", {"hidden_size": 7168}, 12, r"a group of 12 ranks must have 8 ranks per node, got 4"),
     ("hybridep", {"hidden_size": 100}, 4, r"hidden_size must be a multiple of 16, got 100"),
-    ("allgather", {"wire_dtype": "bfloat16"}, 4, r"wire_dtype must be one of None, .*, got 'bfloat16'"),
+    ("allgather", {"wire": "bfloat16"}, 4, r"wire must be one of None, .*, got 'bfloat16'"),
     ("alltoall+reduction=exact", {"graph_safe": True, "max_tokens_per_rank": 99}, 4, "graph_safe is not possible"),
     ("deepep", {"hidden_size": 256, "device": "cpu"}, 4, r"device must be one of cuda, got 'cpu'"),
-    ("alltoall+pair_rows=1.5", {}, 4, r"pair_rows=1.5 needs graph_safe=True"),
+    ("alltoall+pair_rows=1.5", {}, 4, r"pair_rows=1.5 needs graph_safe\."),
     ("allgather", {"constraints": {"max_rows": 16}}, 4, r"at most 16 rows per rank fit, got 24"),
     ("alltoall", {"graph_safe": True, "max_tokens_per_rank": 2**28}, 16, "must have at most 2147483647 rows"),
 ]
@@ -359,10 +369,11 @@ def asked(command: Command, *arguments: str, status: int = 0) -> Any:
 
 def test_options_reach_the_plan(command: Command, model: str) -> None:
     shape = ["--ep", "4", "--nodes", "2", "--tokens", "504", "--layers", "3", "--dtype", "float32"]
-    more = ["--set", "pad_multiple=fp8", "--set", "wire_dtype=bfloat16"]
+    more = ["--set", "pad_multiple=fp8", "--set", "wire=bfloat16"]
     found = asked(command, model, *shape, *more, "-b", "alltoall", "--routing", "zipf:0.5")
-    described = {name: found["model"][name] for name in ("layers", "dtype", "pad_multiple", "wire_dtype")}
-    assert described == {"layers": 3, "dtype": "float32", "pad_multiple": 16, "wire_dtype": "bfloat16"}
+    described = {name: found["model"][name] for name in ("layers", "dtype", "pad_multiple")}
+    assert described == {"layers": 3, "dtype": "float32", "pad_multiple": 16}
+    assert found["model"]["wire"]["dtype"] == "bfloat16"
     assert found["cluster"] == {"ep_size": 4, "nodes": 2, "ranks_per_node": 2}
     assert found["rows_per_rank"] == 504
     assert found["routing"].startswith("zipf with exponent 0.5")
@@ -376,10 +387,11 @@ def test_options_reach_the_plan(command: Command, model: str) -> None:
 
 
 def test_graph_safe_mode_is_set(command: Command, model: str) -> None:
-    room = ["--set", "graph_safe=true", "--set", "max_tokens_per_rank=64", "--set", "capacity_factor=1.4"]
-    room += ["--set", "on_overflow=drop"]
+    room = ["--set", "max_tokens_per_rank=64", "--set", 'graph_safe={"on_overflow": "drop"}']
+    room += ["--set", "graph_safe.capacity_factor=1.4"]
     found = asked(command, model, "-b", "alltoall,hybridep", *room)
-    assert (found["model"]["graph_safe"], found["rows_per_rank"]) == (True, 64)
+    assert found["model"]["graph_safe"] == {"capacity_factor": 1.4, "on_overflow": "drop"}
+    assert found["rows_per_rank"] == 64
     assert 1.4 in [one["factor"] for one in found["capacities"]]
     assert "it drops rows by position" in found["backends"][1]["refused"]
     assert "size of wire" in command("plan", model, "-b", "alltoall", *room).out
@@ -457,8 +469,9 @@ def test_the_placement_of_the_config_is_planned(command: Command, tmp_path: Path
     sizes = {"num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 256, "moe_intermediate_size": 64}
     model = str(written(tmp_path, {**QWEN3, **sizes}))
     arguments = ["plan", model, "--ep", "4", "--tokens", "512", "--routing", "zipf", "-b", "alltoall"]
-    slots = [*arguments, "--set", "spare_experts_per_rank=2"]
-    balanced, exact = [*slots, "--set", "balance=least_loaded"], [*arguments, "--set", "balance=exact"]
+    several = ["--set", "balance.spare_experts_per_rank=2"]
+    slots, balanced = ([*arguments, "--set", f"balance={name}", *several] for name in ("manual", "least_loaded"))
+    exact = [*arguments, "--set", "balance=exact"]
     shown = command(*balanced).out
     assert "expert parallelism over 4 ranks, 1 node of 4; eager" in shown
     assert "a rank has 6 expert slots, 2 of them spare, filled by least_loaded in each dispatch" in shown

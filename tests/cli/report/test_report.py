@@ -26,7 +26,7 @@ from tests.dispatchers.layer import Group, on_ranks, random_rows, small_config
 STEPS, LAYERS = 3, ("layers.0 <mlp>", "layers.1 & more")
 OF_TRACE = ["Expert load over steps", "Imbalance over steps", "Padding", "Bytes between ranks"]
 SECTIONS = [*OF_TRACE, "Overflow"]
-ROOM: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 30, "capacity_factor": 0.6, "on_overflow": "drop"}
+ROOM: dict[str, Any] = {"graph_safe": {"capacity_factor": 0.6, "on_overflow": "drop"}, "max_tokens_per_rank": 30}
 
 
 @cache
@@ -60,7 +60,7 @@ def given(step: int, rank: int, config: DispatcherConfig) -> tuple[Tensor, Routi
     ids = (torch.randn(rows, config.num_experts, generator=generator) - popular).topk(config.top_k).indices
     ids[::4, 1] = -1
     ids[1::4, 1] = ids[1::4, 0]
-    dtype = torch.float32 if config.wire_dtype is None else torch.bfloat16
+    dtype = torch.float32 if config.wire is None else torch.bfloat16
     x = random_rows(rows, config.hidden_size, seed=rank, dtype=dtype).requires_grad_()
     return x, Routing(ids, torch.rand(rows, config.top_k, generator=generator).requires_grad_()), Rows(max(rows - 2, 0))
 
@@ -103,12 +103,12 @@ def test_page_is_whole_in_itself(name: str, expected: list[str], recorded: Path)
 
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 30}
 CONFIGS: dict[str, tuple[DispatcherConfig, int]] = {
-    "alltoall wide": (small_config(num_experts=32, top_k=4, hidden_size=128, wire_dtype="float8_e4m3fn"), 2),
+    "alltoall wide": (small_config(num_experts=32, top_k=4, hidden_size=128, wire="float8_e4m3fn"), 2),
     "alltoall two levels": (small_config({"name": "alltoall", "levels": 2}, pad_multiple=4), 4),
     "alltoall graph-safe": (small_config(pad_multiple=4, **SAFE), 2),
-    "alltoall balanced": (small_config(spare_experts_per_rank=2, balance="least_loaded"), 4),
+    "alltoall balanced": (small_config(balance={"name": "least_loaded", "spare_experts_per_rank": 2}), 4),
     "allgather static": (small_config("allgather", pad_multiple=4, row_counts="static", max_tokens_per_rank=30), 4),
-    "hybridep": (small_config({"name": "hybridep", "emulate": True}, hidden_size=512, wire_dtype="bfloat16"), 2),
+    "hybridep": (small_config({"name": "hybridep", "emulate": True}, hidden_size=512, wire="bfloat16"), 2),
 }
 
 
@@ -152,7 +152,7 @@ def test_tables_of_a_trace_have_the_numbers(tmp_path: Path) -> None:
 
 
 def test_a_balanced_run_tells_what_it_saved(tmp_path: Path) -> None:
-    run(small_config(spare_experts_per_rank=2, balance="least_loaded"), tmp_path, 2)
+    run(small_config(balance={"name": "least_loaded", "spare_experts_per_rank": 2}), tmp_path, 2)
     for name in ("run.safetensors", "run-17"):
         assert re.search(r"would have got [\d.]+ times the mean", page_of(tmp_path / name))
         row = tables_of(tmp_path / name)["Load of the busiest, divided by the mean load"][1]
@@ -162,7 +162,7 @@ def test_a_balanced_run_tells_what_it_saved(tmp_path: Path) -> None:
 def test_a_placed_run_has_the_rows_of_its_ranks(tmp_path: Path) -> None:
     """A trace has no placement, so only the log knows it."""
     placement = ExpertPlacement(8, ((0, 4, 5, -1, -1), (1, 6, 7, 2, 3)))
-    metrics = run(small_config(spare_experts_per_rank=1), tmp_path, 2, placement)
+    metrics = run(small_config(balance={"name": "manual", "spare_experts_per_rank": 1}), tmp_path, 2, placement)
     received = RunLog.load(tmp_path / "run-17").received_SP.sum(0).tolist()
     assert received == [int(of.real_tokens_per_expert.sum()) for of in metrics]
     assert "Experts were placed on other ranks." in page_of(tmp_path / "run-17")
@@ -188,7 +188,7 @@ def test_tables_of_a_run_have_the_numbers_of_the_log(recorded: Path) -> None:
     need, pairs = tables["Largest need of a dispatch"][1:]
     assert (need[0], need[1], *need[3:]) == ("rows of a rank's experts", most, 36, first)
     assert pairs[0] == "rows from a rank to a rank"
-    assert f"A capacity_factor of {most / 60:.3f} would have been enough" in page
+    assert f"A graph_safe.capacity_factor of {most / 60:.3f} would have been enough" in page
     assert "Rows beyond the capacity were dropped, and the loads above do not count them." in page
 
 

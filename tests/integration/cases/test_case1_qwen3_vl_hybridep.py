@@ -107,7 +107,7 @@ def test_the_rule_belongs_to_the_installed_version(release: str, lengths: Any, r
     The lengths are odd, and other ones on each rank. Still every rank sends the same whole chunks.
     """
     backend = {"name": "hybridep", "emulate": release}
-    config = DispatcherConfig(backend=backend, num_experts=16, top_k=4, hidden_size=512, wire_dtype="bfloat16")
+    config = DispatcherConfig(backend=backend, num_experts=16, top_k=4, hidden_size=512, wire="bfloat16")
 
     def body(group: dist.ProcessGroup) -> int | None:
         dispatcher = build_dispatcher(config, group)

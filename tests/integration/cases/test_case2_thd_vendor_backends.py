@@ -53,7 +53,7 @@ STEPS = (
 
 def fields_of(release: str, **fields: Any) -> dict[str, Any]:
     backend = {"name": RELEASES[release], "emulate": release}
-    return {"backend": backend, "pad_multiple": PAD_MULTIPLE, "wire_dtype": "bfloat16", **fields}
+    return {"backend": backend, "pad_multiple": PAD_MULTIPLE, "wire": "bfloat16", **fields}
 
 
 def config(release: str, **fields: Any) -> DispatcherConfig:

@@ -37,7 +37,7 @@ BACKENDS = {
     "allgather": {"MOE_DISPATCH_BACKEND": "allgather"},
     "hybridep": {
         "MOE_DISPATCH_BACKEND": '{"name": "hybridep", "emulate": true}',
-        "MOE_DISPATCH_WIRE_DTYPE": "bfloat16",
+        "MOE_DISPATCH_WIRE": "bfloat16",
     },
 }
 Outcome = tuple[dict[str, Tensor], float, dict[str, Any]]

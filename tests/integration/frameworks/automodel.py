@@ -160,12 +160,12 @@ def refused(rank: int) -> None:
     with pytest.raises(ConfigError, match="Unknown backend 'altoall'"):
         use_moe_dispatch(backend="altoall")
     with pytest.raises(ConfigError, match=r"use_moe_dispatch: .* read no quantised rows"):
-        use_moe_dispatch(backend="alltoall", wire_dtype="mxfp8", deliver="quantised", pad_multiple=32)
+        use_moe_dispatch(backend="alltoall", wire={"dtype": "mxfp8", "deliver": "quantised"}, pad_multiple=32)
     sizes = SimpleNamespace(num_moe_experts=EXPERTS, moe_router_topk=TOP_K)
     world = dist.group.WORLD
     assert world is not None
     dispatcher = AutomodelDispatcher(4, range(4), sizes, world, backend="local")
-    for fields in ({"balance": "exact"}, {"chunk_tokens": 2}):
+    for fields in ({"balance": "exact"}, {"chunks": 2}):
         driven = AutomodelDispatcher(4, range(4), sizes, world, backend="local", **fields)
         with pytest.raises(ConfigError, match=r"need Automodel's GroupedExpertsDeepEP, got other experts\. Set exp"):
             driven.token_permutation2(torch.empty(0, HIDDEN), 0, torch.empty(0, 2), torch.empty(0, 2))

@@ -44,7 +44,7 @@ def test_what_automodel_cannot_have_is_refused() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_balanced_experts_of_automodel_train_as_on_one_rank(ranks: int) -> None:
     """Also with two micro-batches, a rank without tokens, experts without rows, and FSDP2 around the experts."""
-    in_chunks = {"chunk_tokens": 4, "chunk_recompute": True}
+    in_chunks = {"chunks": {"tokens": 4, "recompute": True}}
     kinds: dict[str, dict[str, Any]] = {"plain": {}, "balanced": BALANCED, "in chunks": in_chunks}
     if ranks == automodel.EP:
         static = {"balance": "exact", "graph_safe": True, "max_tokens_per_rank": 20}

@@ -15,7 +15,7 @@ from tests.integration.deep_ep_users.dense import gradient
 
 RANKS = 4
 HIDDEN, INNER, EXPERTS, TOP_K = 32, 48, 8, 3
-BALANCED: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}  # copies also for these few rows
+BALANCED: dict[str, Any] = {"balance": {"name": "exact", "min_rows": 0}}  # copies also for these few rows
 
 
 @final

@@ -60,8 +60,8 @@ class Job:
 
 JOBS = {
     "ep 4, not balanced": Job(options={}),
-    "one spare slot": Job(options=BALANCED | {"spare_experts_per_rank": 1}),
-    "more spare slots than experts": Job(options=BALANCED | {"spare_experts_per_rank": 3}),
+    "one spare slot": Job(options={"balance": {**BALANCED["balance"], "spare_experts_per_rank": 1}}),
+    "more spare slots than experts": Job(options={"balance": {**BALANCED["balance"], "spare_experts_per_rank": 3}}),
     "ep 2 x dp 2": Job(ep=2),
     "distributed optimizer": Job(ep=2, ddp={"overlap_grad_reduce": True, "use_distributed_optimizer": True}),
     "saved tensors are copied": Job(ep=2, offload=True),

@@ -57,8 +57,10 @@ def test_the_fields_of_ours() -> None:
     config = derived(etp_size=2)  # a part of an expert is an expert
     assert config == DispatcherConfig(backend="alltoall", num_experts=16, top_k=4, hidden_size=64, weights="experts")
     assert derived(moe_latent_size=16).hidden_size == 16
-    config = derived({"max_tokens_per_rank": 32, "on_overflow": "drop"}, moe_expert_rank_capacity_factor=1.5)
-    assert (config.graph_safe, config.capacity_factor, config.on_overflow) == (True, 1.5, "drop")
+    config = derived(
+        {"max_tokens_per_rank": 32, "graph_safe": {"on_overflow": "drop"}}, moe_expert_rank_capacity_factor=1.5
+    )
+    assert config.graph_safe == {"capacity_factor": 1.5, "on_overflow": "drop"}
 
 
 @pytest.mark.parametrize(
@@ -91,12 +93,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"moe_flex_dispatcher_num_sms": 24}, {}, "moe_flex_dispatcher_num_sms=24 .*num_sms"),
     ({"moe_ncclep_static_shape": True}, {}, "moe_ncclep_static_shape=True .*graph_safe=True"),
     ({"moe_ncclep_zero_copy": True}, {}, "moe_ncclep_zero_copy=True is not supported. Leave it out"),
-    ({"moe_pad_expert_input_to_capacity": True}, {}, "moe_pad_expert_input_to_capacity=True .*capacity_factor="),
+    ({"moe_pad_expert_input_to_capacity": True}, {}, "moe_pad_expert_input_to_capacity=True .*capacity_factor"),
     ({"moe_pad_experts_for_cuda_graph_inference": True}, {}, "for_cuda_graph_inference=True .*graph_safe"),
     ({"moe_paged_stash": True}, {}, "moe_paged_stash=True .*retry_on_overflow"),
     ({"transformer_impl": "inference_optimized"}, {}, 'transformer_impl=.*Use "transformer_engine"'),
     ({"num_moe_experts": None}, {}, "num_moe_experts must be a positive number, got None"),
-    ({"moe_expert_rank_capacity_factor": 1.5}, {}, "need max_tokens_per_rank|Set on_overflow"),
+    ({"moe_expert_rank_capacity_factor": 1.5}, {}, "need max_tokens_per_rank"),
     ({"cuda_graph_impl": "local"}, {}, "cuda_graph_impl='local' captures the MoE layer, which needs graph_safe=True"),
     ({"cuda_graph_impl": "full_iteration"}, {}, "cuda_graph_impl='full_iteration' captures the MoE layer"),
     (
@@ -112,16 +114,24 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         EXACT,
         "not work with overlap_dispatch_backward_with_experts_wgrad=True",
     ),
-    ({}, {"balance": "least_loaded", "spare_experts_per_rank": 1}, "balance='least_loaded' and graph_safe=False"),
-    ({}, EXACT | {"graph_safe": True, "max_tokens_per_rank": 8}, "balance='exact' and graph_safe=True. Leave one"),
-    ({}, {"spare_experts_per_rank": 1}, "this integration runs the experts that a rank owns"),
-    ({}, {"num_experts": 4}, "num_experts must be left to Megatron, got 4. It comes from num_moe_experts"),
-    ({}, {"weights": "combine"}, "weights must be left to Megatron, got 'combine'. It comes from its experts"),
-    ({}, {"chunk_tokens": 4}, r"runs its experts once for all rows of a call.* got chunk_tokens=4"),
     (
         {},
-        {"wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32},
-        r'read no quantised rows, got deliver="quantised"\. Leave deliver out',
+        {"balance": {"name": "least_loaded", "spare_experts_per_rank": 1}},
+        "'least_loaded', .* and graph_safe=False",
+    ),
+    ({}, EXACT | {"graph_safe": True, "max_tokens_per_rank": 8}, "balance='exact' and graph_safe=True. Leave one"),
+    (
+        {},
+        {"balance": {"name": "manual", "spare_experts_per_rank": 1}},
+        "balance must be .*, got .*'manual'",
+    ),
+    ({}, {"num_experts": 4}, "num_experts must be left to Megatron, got 4. It comes from num_moe_experts"),
+    ({}, {"weights": "combine"}, "weights must be left to Megatron, got 'combine'. It comes from its experts"),
+    ({}, {"chunks": 4}, r"runs its experts once for all rows of a call.* got chunks=4"),
+    (
+        {},
+        {"wire": {"dtype": "mxfp8", "deliver": "quantised"}, "pad_multiple": 32},
+        r'read no quantised rows, got wire\.deliver="quantised"\. Leave wire\.deliver out',
     ),
     ({}, {"pad_multiple": 24}, "pad_multiple must be a multiple of 16, which the precision of the experts needs, got"),
     ({}, {"padmultiple": 16}, "padmultiple"),

@@ -31,7 +31,7 @@ pytestmark = [
 LAYERS, MICRO_BATCHES, STEPS = 2, 2, 9
 # A rank without tokens, and another one with most of them.
 TOKENS = (5, 0, 33, 12)
-BALANCE: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}
+BALANCE: dict[str, Any] = {"balance": {"name": "exact", "min_rows": 0}}
 
 
 @final
@@ -52,8 +52,8 @@ CASES = {
     "ep 4, graph-safe": Case(ep=4, options=(("balance", "exact"), *STATIC)),
     "ep 2 x fsdp 2": Case(ep=2),
     "ep 2 x replicas 2, recomputed": Case(ep=2, replicate=2, recompute=True),
-    "ep 2 x fsdp 2, chunks recomputed": Case(ep=2, options=(("chunk_tokens", 8), ("chunk_recompute", True))),
-    "ep 4, in chunks, recomputed": Case(ep=4, options=(*BALANCE.items(), ("chunk_tokens", 8)), recompute=True),
+    "ep 2 x fsdp 2, chunks recomputed": Case(ep=2, options=(("chunks", {"tokens": 8, "recompute": True}),)),
+    "ep 4, in chunks, recomputed": Case(ep=4, options=(*BALANCE.items(), ("chunks", 8)), recompute=True),
 }
 TRAINED = ("ep 4, not balanced", "ep 4")
 
@@ -256,7 +256,7 @@ def test_other_routed_experts_are_refused_with_spare_slots() -> None:
     theirs = moe_config().routed_experts
     other = OtherConfig(inner_experts=theirs.inner_experts, token_dispatcher=theirs.token_dispatcher)
     with pytest.raises(ConfigError, match=r"spare expert slots must be RoutedExperts, got .*OtherConfig\. Leave"):
-        moe_dispatch_override(other, chunk_tokens=8)
+        moe_dispatch_override(other, chunks=8)
     config = moe_config()
     use_moe_dispatch(config, backend="local", balance="exact")
     balanced = config.routed_experts
@@ -265,9 +265,9 @@ def test_other_routed_experts_are_refused_with_spare_slots() -> None:
     dispatcher = MoEDispatchTokenDispatcher(balanced.token_dispatcher)
     with pytest.raises(ConfigError, match=r"RoutedExperts: this integration runs the experts that a rank owns"):
         dispatcher.dispatch(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(8))
-    use_moe_dispatch(config, backend="local", chunk_tokens=8)
+    use_moe_dispatch(config, backend="local", chunks=8)
     dispatcher = MoEDispatchTokenDispatcher(config.routed_experts.token_dispatcher)
-    with pytest.raises(ConfigError, match=r"got chunk_tokens=8\. .* give it to use_moe_dispatch or moe_dispatch_over"):
+    with pytest.raises(ConfigError, match=r"got chunks=8\. .* give it to use_moe_dispatch or moe_dispatch_over"):
         dispatcher.dispatch(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(8))
 
 

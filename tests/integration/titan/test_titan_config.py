@@ -142,8 +142,8 @@ OURS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"pad_multiples": 16}, "pad_multiples: Extra inputs are not permitted"),
     (
-        {"wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32},
-        r'read no quantised rows, got deliver="quantised"\. Leave deliver out',
+        {"wire": {"dtype": "mxfp8", "deliver": "quantised"}, "pad_multiple": 32},
+        r'read no quantised rows, got wire\.deliver="quantised"\. Leave wire\.deliver out',
     ),
 ]
 
@@ -184,7 +184,9 @@ def test_static_shapes_asked_for_in_their_way_are_refused() -> None:
     sizes = {"num_experts": EXPERTS, "top_k": TOP_K}
     config = moe_config()
     config.routed_experts.token_dispatcher = HybridEPTokenDispatcher.Config(**sizes, non_blocking_capacity_factor=0.5)
-    with pytest.raises(ConfigError, match=r"non_blocking_capacity_factor, got 0\.5\. Set graph_safe=True and capacity"):
+    with pytest.raises(
+        ConfigError, match=r"non_blocking_capacity_factor, got 0\.5\. Set graph_safe=.\"capacity_factor\""
+    ):
         use(config)
     config.routed_experts.token_dispatcher = DeepEPTokenDispatcher.Config(**sizes, cudagraphable=True)
     with pytest.raises(ConfigError, match=r"cudagraphable, got True\. Set graph_safe=True instead"):

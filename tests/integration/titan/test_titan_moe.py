@@ -34,8 +34,8 @@ RAGGED: dict[str, dict[str, Any]] = {
     "alltoall, padded": {"backend": "alltoall", "pad_multiple": 16},
     "alltoall, graph-safe": {"backend": "alltoall", "graph_safe": True, "max_tokens_per_rank": 40, "pad_multiple": 8},
     "allgather": {"backend": "allgather"},
-    "in chunks": {"backend": "alltoall", "chunk_tokens": 8},
-    "chunks recomputed": {"backend": "allgather", "chunk_tokens": 8, "chunk_recompute": True},
+    "in chunks": {"backend": "alltoall", "chunks": 8},
+    "chunks recomputed": {"backend": "allgather", "chunks": {"tokens": 8, "recompute": True}},
     "auto": {},
 }
 BFLOAT16: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from tests.integration.transformers.wiring import (
 )
 
 OURS, THEIRS = "moe_dispatch", "all_to_all"
-BALANCED: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}  # copies also for these few rows
+BALANCED: dict[str, Any] = {"balance": {"name": "exact", "min_rows": 0}}  # copies also for these few rows
 
 
 @final

@@ -111,7 +111,7 @@ CASES = {
     "gpt_oss": Case(family="gpt_oss", mesh=Mesh(fsdp=2, ep=2)),
     "mixtral, tp 2": Case(family="mixtral", mesh=Mesh(tp=2, ep=2)),
     "balanced": Case(mesh=Mesh(fsdp=2, ep=2), fields=BALANCED),
-    "in chunks": Case(mesh=Mesh(fsdp=2, ep=2), fields={"chunk_tokens": 4}),
+    "in chunks": Case(mesh=Mesh(fsdp=2, ep=2), fields={"chunks": 4}),
 }
 
 

@@ -47,15 +47,13 @@ TRAIN = {
 # "fsdp 4, ep 2" shards the weights of the experts, and so does the third mesh, whose ranks also share a batch.
 DRIVEN = {name: MESHES[name] for name in ("fsdp 4, ep 4", "fsdp 4, ep 2", "fsdp 2 x tp 2, ep 2")}
 CHUNKS: dict[str, Case] = {
-    **{f"in chunks, {name}": Case(mesh=mesh, fields={"chunk_tokens": 4}) for name, mesh in DRIVEN.items()},
-    "in chunks, allgather": Case(mesh=PLAIN, backend="allgather", fields={"chunk_tokens": 4}),
-    "in chunks, graph-safe": Case(
-        mesh=PLAIN, fields={"chunk_tokens": 4, "graph_safe": True, "max_tokens_per_rank": 32}
-    ),
-    "in chunks, checkpoint": Case(mesh=BOTH, fields={"chunk_tokens": 4}, checkpoint=True),
-    "in chunks, balanced": Case(mesh=PLAIN, fields={"chunk_tokens": 4, **BALANCED}),
+    **{f"in chunks, {name}": Case(mesh=mesh, fields={"chunks": 4}) for name, mesh in DRIVEN.items()},
+    "in chunks, allgather": Case(mesh=PLAIN, backend="allgather", fields={"chunks": 4}),
+    "in chunks, graph-safe": Case(mesh=PLAIN, fields={"chunks": 4, "graph_safe": True, "max_tokens_per_rank": 32}),
+    "in chunks, checkpoint": Case(mesh=BOTH, fields={"chunks": 4}, checkpoint=True),
+    "in chunks, balanced": Case(mesh=PLAIN, fields={"chunks": 4, **BALANCED}),
     # FSDP gathers the weights of the experts again in the backward.
-    "chunks recomputed": Case(mesh=MESHES["fsdp 4, ep 2"], fields={"chunk_tokens": 4, "chunk_recompute": True}),
+    "chunks recomputed": Case(mesh=MESHES["fsdp 4, ep 2"], fields={"chunks": {"tokens": 4, "recompute": True}}),
 }
 BALANCE = {
     **{f"balanced, {name}": Case(mesh=mesh, fields=BALANCED) for name, mesh in DRIVEN.items()},
@@ -64,7 +62,7 @@ BALANCE = {
     "balanced, graph-safe": Case(
         mesh=PLAIN, fields={"balance": "exact", "graph_safe": True, "max_tokens_per_rank": 32}
     ),
-    "spare slots": Case(mesh=PLAIN, fields={"balance": "least_loaded", "spare_experts_per_rank": 1}),
+    "spare slots": Case(mesh=PLAIN, fields={"balance": {"name": "least_loaded", "spare_experts_per_rank": 1}}),
 }
 TRAIN |= BALANCE | CHUNKS
 THEIR_TRAIN = {
@@ -80,7 +78,7 @@ OTHER: dict[str, tuple[Callable[[Case, int], Any], Case]] = {
     "function": (by_function, Case(mesh=PLAIN)),
     "lora": (ADAPTED, Case(family="gpt_oss", mesh=PLAIN)),
     "lora, balanced": (ADAPTED, Case(mesh=PLAIN, fields=BALANCED)),
-    "lora, recomputed": (ADAPTED, Case(mesh=PLAIN, fields={"chunk_tokens": 4, "chunk_recompute": True})),
+    "lora, recomputed": (ADAPTED, Case(mesh=PLAIN, fields={"chunks": {"tokens": 4, "recompute": True}})),
     "round trip": (round_trip, Case(mesh=PLAIN)),
     "indivisible": (indivisible, Case(mesh=PLAIN, changes={"num_experts": 6})),
 }

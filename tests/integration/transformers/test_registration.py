@@ -67,7 +67,7 @@ def test_config_that_is_not_the_models_is_refused() -> None:
 
 def test_quantised_rows_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"register: .* read no quantised rows"):
-        register(config(wire_dtype="mxfp8", deliver="quantised", pad_multiple=32), name="quantised")
+        register(config(wire={"dtype": "mxfp8", "deliver": "quantised"}, pad_multiple=32), name="quantised")
 
 
 def test_a_name_stands_for_one_config() -> None:
