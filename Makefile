@@ -105,7 +105,7 @@ faults: $(DEV) ## break one of four processes in every phase, 25 minutes; a tabl
 soak: $(DEV) ## see that a process that runs for minutes does not grow; ARGS="--minutes 60"
 	$(PY) tests/reliability/soak.py $(ARGS)
 
-simgpu: $(SIMGPU_LIBRARIES) ## the kit, capture and the budget of launches on CUDA and NCCL that are simulated on the CPU
+simgpu: $(SIMGPU_LIBRARIES) ## the kit, capture and the budgets of launches and bytes on CUDA and NCCL that are simulated on the CPU
 	$(SIMGPU_PY) -m pytest -p tests.simulated_cuda.plugin --numprocesses auto tests/simulated_cuda tests/gpu/test_graphs.py \
 	    tests/gpu/test_permutation.py $(ARGS)
 

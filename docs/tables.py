@@ -18,6 +18,8 @@ from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, known_b
 from moe_dispatch.backends.base import listed_sizes
 from moe_dispatch.backends.capacity import capacity_of
 from moe_dispatch.backends.wire import WireDtype, id_dtype_for, packet_format, row_format
+from tests.simulated_cuda import bytes as budget_of_bytes
+from tests.simulated_cuda.floor import VERBS
 
 ROOT = Path(__file__).parent.parent
 _PACKAGE = "moe_dispatch.backends."
@@ -78,12 +80,24 @@ def capacity_table() -> str:
 def budget_table() -> str:
     """Return the budget of launches, copies and syncs of each verb, which ``make simgpu`` holds the verbs against."""
     budget = json.loads((ROOT / "tests" / "simulated_cuda" / "budget.json").read_text(encoding="utf-8"))
-    verbs = ("dispatch", "combine", "combine.backward", "dispatch.backward")
-    lines = [["backend", "mode", "layout", *(f"`{verb}`" for verb in verbs)]]
+    lines = [["backend", "mode", "layout", *(f"`{verb}`" for verb in VERBS)]]
     for row in dict.fromkeys(key.rsplit(" ", 1)[0] for key in budget):
-        cells = ("/".join(map(str, budget[f"{row} {verb}"].values())) for verb in verbs)
+        cells = ("/".join(map(str, budget[f"{row} {verb}"].values())) for verb in VERBS)
         backend, mode, layout = row.split()
         lines.append([f"`{backend}`", mode, layout, *cells])
+    return _markdown(lines)
+
+
+def bytes_table() -> str:
+    """Return the budget of bytes of each verb in multiples of its floor, with the multiple that is aimed at."""
+    lines, budget = [["backend", "mode", *(f"`{verb}`" for verb in VERBS)]], budget_of_bytes.read()
+    for (backend, mode), setting in budget_of_bytes.SETTINGS.items():
+        multiples = budget[f"{backend} {mode}"]
+        cells = (
+            f"{multiples[verb]:.2f}" + ("" if aim is None else f" ({aim:.2f})")
+            for verb, aim in zip(VERBS, setting.aims, strict=True)
+        )
+        lines.append([f"`{backend}`", mode, *cells])
     return _markdown(lines)
 
 
@@ -116,7 +130,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/tuning.md": {"wire": wire_table},
     "docs/graph-safe.md": {"capacity": capacity_table},
     "docs/reference.md": {"stability": stability_table},
-    "docs/hardware.md": {"support": support_table, "budget": budget_table},
+    "docs/hardware.md": {"support": support_table, "budget": budget_table, "bytes": bytes_table},
 }
 
 

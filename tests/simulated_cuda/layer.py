@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,15 +35,20 @@ def inputs() -> tuple[Tensor, Routing]:
 
 
 class Recorder:
-    """Records what the device of rank 0 is asked for during one verb, while the other ranks run the same verb."""
+    """Records what the device of rank 0 is asked for during one verb, while the other ranks run the same verb.
 
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size)
+    Args:
+        size: Number of ranks.
+        collect: Function that returns a context, which yields the list of what is recorded inside.
+    """
 
-    def __call__(self, rank: int, action: Callable[[], None]) -> list[Record]:
+    def __init__(self, size: int, collect: Callable[[], AbstractContextManager[list[Any]]] = recorded) -> None:
+        self._barrier, self._collect = threading.Barrier(size), collect
+
+    def __call__(self, rank: int, action: Callable[[], None]) -> list[Any]:
         """Run ``action``. Return the records on rank 0, nothing on other ranks."""
         self._barrier.wait()
-        with nullcontext(list[Record]()) if rank else recorded() as found:
+        with nullcontext(list[Any]()) if rank else self._collect() as found:
             action()
             self._barrier.wait()
         self._barrier.wait()
@@ -80,12 +85,19 @@ class Step:
     def run(self, verb: str) -> None:
         """Run one verb. The verbs must be run in the order of ``VERBS``."""
         if verb == "dispatch":
-            self._sent = self._dispatcher.dispatch(self._x, self._routing, self._plan)
-            self._outputs = self._sent.rows.detach().requires_grad_()
+            self.sent = self._dispatcher.dispatch(self._x, self._routing, self._plan)
+            self._outputs = self._experts().requires_grad_()
         elif verb == "combine":
-            self._y = self._dispatcher.combine(self._outputs, self._sent)
+            self._y = self._dispatcher.combine(self._outputs, self.sent)
         elif verb == "combine.backward":
-            self._grads = torch.autograd.grad(self._y, (self._outputs, self._sent.weights), self._upstream)
+            self._grads = torch.autograd.grad(self._y, (self._outputs, self.sent.weights), self._upstream)
         else:
             leaves = self._x, self._routing.topk_weights
-            torch.autograd.grad((self._sent.rows, self._sent.weights), leaves, self._grads)
+            torch.autograd.grad((self.sent.edge, self.sent.weights), leaves, self._grads)
+
+    def _experts(self) -> Tensor:
+        """Return the outputs of experts: their rows; or memory with any values if rows are quantised, to read none."""
+        edge = self.sent.edge
+        if self.sent.quantised is None:
+            return edge.detach()
+        return torch.empty(edge.shape, dtype=edge.dtype, device=edge.device)

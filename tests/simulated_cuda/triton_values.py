@@ -17,16 +17,19 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from triton.runtime.interpreter import InterpretedFunction, _patch_lang
+from triton.runtime.interpreter import InterpretedFunction, _patch_lang, interpreter_builder
 from triton.runtime.jit import JITFunction
 
 from moe_dispatch_testing.host_syncs import allow_host_syncs
 from tests.simulated_cuda import values
 from tests.simulated_cuda.device import note_access, placed
+from tests.simulated_cuda.traffic import Touched, gather_bytes, gather_weighted_bytes, note_traffic, sum_bags_bytes
 
 # The interpreter replaces functions of triton.language while it runs, so that no other thread may compile.
 _lock = threading.RLock()
 _LANGUAGE: Any = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+_touched = Touched()
+_touched.watch(interpreter_builder)
 
 
 @contextmanager
@@ -39,7 +42,9 @@ def computed(findings: values.Findings) -> Iterator[None]:
             compiled = original(self, *args, grid=grid, warmup=warmup, **kwargs)
             if not warmup:
                 again = _again(self, args, grid, kwargs)
+                _touched.read = _touched.written = 0
                 _compute_first(self.fn.__name__, args, again)
+                _note_bytes(self, args, kwargs)
                 findings.note(again)
         return compiled
 
@@ -57,19 +62,40 @@ def _rewritten(function: Any) -> Any:
 
 def _again(kernel: Any, args: Any, grid: Any, kwargs: Any) -> Callable[[], None]:
     """Return a function that computes a kernel: now, and in every replay of a graph."""
-    with _outside():
-        given = tuple(values.on_cpu(value.detach()) if isinstance(value, Tensor) else value for value in args)
+    given = _on_cpu(args)
     kept = [value.untyped_storage() for value in args if isinstance(value, Tensor)]
-    in_torch = _IN_TORCH.get(kernel.fn.__name__)
+    in_torch, _ = _IN_TORCH.get(kernel.fn.__name__, (None, None))
 
     def again(kept: object = kept) -> None:
         with _outside():
             if in_torch is None:
                 _interpret(kernel, grid, given, kwargs)
             else:
-                in_torch(SimpleNamespace(**dict(zip(kernel.arg_names, given, strict=False)), **kwargs))
+                in_torch(_named(kernel, given, kwargs))
 
     return again
+
+
+def _on_cpu(args: Any) -> tuple[Any, ...]:
+    with _outside():
+        return tuple(values.on_cpu(value.detach()) if isinstance(value, Tensor) else value for value in args)
+
+
+def _named(kernel: Any, given: Any, kwargs: Any) -> SimpleNamespace:
+    """Return the arguments of a kernel by name."""
+    return SimpleNamespace(**dict(zip(kernel.arg_names, given, strict=False)), **kwargs)
+
+
+def _note_bytes(kernel: Any, args: Any, kwargs: Any) -> None:
+    """Record the bytes that a kernel has touched, as the interpreter counted them or by the formula of its form."""
+    name = kernel.fn.__name__
+    if name in _IN_TORCH:
+        given = _on_cpu(args)
+        with _outside():
+            read, written = _IN_TORCH[name][1](_named(kernel, given, kwargs))
+    else:
+        read, written = _touched.read, _touched.written
+    note_traffic(f"triton::{name}", read, written)
 
 
 @contextmanager
@@ -129,10 +155,11 @@ def _sum_bags(given: Any) -> None:
     _store(given.out, total)
 
 
-_IN_TORCH: dict[str, Callable[[Any], None]] = {
-    "gather_kernel": _gather,
-    "gather_weighted_kernel": _gather_weighted,
-    "sum_bags_kernel": _sum_bags,
+# For a kernel with a form in torch: the form, and the formula of the bytes that the kernel reads and writes.
+_IN_TORCH: dict[str, tuple[Callable[[Any], None], Callable[[Any], tuple[int, int]]]] = {
+    "gather_kernel": (_gather, gather_bytes),
+    "gather_weighted_kernel": (_gather_weighted, gather_weighted_bytes),
+    "sum_bags_kernel": (_sum_bags, sum_bags_bytes),
 }
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from moe_dispatch_testing.host_syncs import in_new_threads
 from tests.simulated_cuda import triton_values
 from tests.simulated_cuda.device import note_access, note_sync, placed
+from tests.simulated_cuda.traffic import note_operator
 
 _CPU = torch.device("cpu")
 _FRESH = {
@@ -134,7 +135,9 @@ class _Values(TorchDispatchMode):
             return func(*args, **kwargs)
         if _reads_the_device(name, args, kwargs):
             note_sync(f"{name}, whose result depends on values")
-            return _computed_on_the_host(func, args, kwargs, tensors[0].device)
+            out = _computed_on_the_host(func, args, kwargs, tensors[0].device)
+            note_operator(func, args, kwargs, out)
+            return out
         if name in _WITHOUT_VALUES or _is_view(func):
             out = func(*args, **kwargs)
             if name in _FRESH:
@@ -152,6 +155,7 @@ class _Values(TorchDispatchMode):
                 on_cpu(tensor).copy_(value)
         again = self._again(func, args, kwargs, None if written else out)
         again()
+        note_operator(func, args, kwargs, out)
         self._findings.note(again)
         results = [value for value in tree_flatten(out)[0] if isinstance(value, Tensor) and value.is_cuda]
         for tensor in tensors:

@@ -1,0 +1,135 @@
+"""No verb reads and writes more bytes than its budget allows, and the counts are right."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
+
+from moe_dispatch.permutation import choose_permutation, triton_kernels, triton_tables
+from moe_dispatch.permutation.triton_rows import TritonPermutation
+from tests.simulated_cuda import budget, triton_values
+from tests.simulated_cuda.bytes import SETTINGS, measure, read
+from tests.simulated_cuda.traffic import Touched, traffic
+
+
+@pytest.fixture(autouse=True)
+def no_fills() -> None:
+    """Deterministic mode fills memory by operators; conftest.py restores it."""
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("key", list(SETTINGS), ids=" ".join)
+def test_no_verb_exceeds_its_budget_of_bytes(key: tuple[str, str]) -> None:
+    allowed = read()[" ".join(key)]
+    found = {verb: each.multiple for verb, each in measure(SETTINGS[key]).items()}
+    excess = {verb: multiple for verb, multiple in found.items() if multiple > allowed[verb]}
+    assert not excess, f"{excess} of the floor exceeds {allowed}"
+
+
+def test_every_setting_has_a_budget_of_bytes() -> None:
+    assert list(read()) == [" ".join(key) for key in SETTINGS]
+
+
+def test_no_verb_is_below_its_floor() -> None:
+    assert all(multiple >= 1 for multiples in read().values() for multiple in multiples.values())
+
+
+def test_a_planted_pass_over_rows_exceeds_the_budget() -> None:
+    expand = TritonPermutation.expand
+    with patch.object(TritonPermutation, "expand", lambda *args: expand(*args).clone()):
+        found = measure(SETTINGS["alltoall", "eager"])
+    exceeds = {verb: each.multiple > read()["alltoall eager"][verb] for verb, each in found.items()}
+    assert exceeds == {"dispatch": True, "combine": False, "combine.backward": False, "dispatch.backward": False}
+
+
+def test_a_planted_launch_exceeds_the_budget() -> None:
+    permutation, row = choose_permutation("auto", "cuda"), ("local", "eager", "rows")
+    merge_slots = permutation.merge_slots
+
+    def adds(ids: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        merged: tuple[Tensor, Tensor] = merge_slots(ids + 0, weights, **options)
+        return merged
+
+    with patch.object(permutation, "merge_slots", adds):
+        found = budget.counted(budget.measure(*row)["dispatch"])
+    allowed = budget.read()["local eager rows dispatch"]
+    assert {kind: found[kind] - allowed[kind] for kind in found if found[kind] != allowed[kind]} == {"launches": 1}
+
+
+def test_operators_are_counted_by_the_memory_that_they_touch() -> None:
+    x = torch.ones(4, 8, device="cuda")  # 128 bytes
+    column, two = x[:, :1].expand(4, 8), torch.tensor([0, 2], device="cuda")
+    with traffic() as found:
+        x.t().contiguous()
+        x.bfloat16()
+        x.add_(1)
+        x[1:3].zero_()
+        x.copy_(column)
+        torch.sum(x, 1, out=torch.empty(4, device="cuda"))
+        x.index_select(0, two)
+        x.index_copy_(0, two, torch.zeros_like(x)[:2])
+        x.index_fill_(0, two, 1)
+        torch.cat([x, x])
+        x.nonzero()
+    counted = [(each.name.removeprefix("aten::"), each.read, each.written) for each in found]
+    assert counted == [
+        ("clone", 128, 128),
+        ("_to_copy", 128, 64),
+        ("add_.Tensor", 128, 128),
+        ("zero_", 0, 64),
+        ("copy_", 16, 128),
+        ("sum.IntList_out", 128, 16),
+        ("index_select", 16 + 64, 64),
+        ("zeros_like", 0, 128),
+        ("index_copy_", 16 + 64, 64),
+        ("index_fill_.int_Scalar", 16, 64),
+        ("cat", 256, 256),
+        ("nonzero", 128, 24 * 16),
+    ]
+
+
+def touched(name: str, *args: Any, grid: tuple[int, ...], **options: Any) -> tuple[int, int]:
+    """Return the bytes that a kernel touches in the interpreter, and assert that its formula says the same."""
+    kernel, counts = getattr(triton_kernels, name), triton_values._touched
+    counts.read = counts.written = 0
+    triton_values._interpret(kernel, grid, args, options)
+    given = SimpleNamespace(**dict(zip(kernel.arg_names, args, strict=False)), **options)
+    assert triton_values._IN_TORCH[name][1](given) == (counts.read, counts.written)
+    return counts.read, counts.written
+
+
+@pytest.mark.parametrize("width", [16, 40])
+def test_formulas_of_kernels_count_what_the_interpreter_touches(width: int) -> None:
+    """With a width that is no multiple of the block, and masked rows, which are not read."""
+    rows, out = torch.ones(5, width, dtype=torch.bfloat16), torch.empty(4, width, dtype=torch.bfloat16)
+    source, weights, block = torch.tensor([3, -1, 0, 3]), torch.ones(4), {"block": 16}
+    blocks, strides = triton.cdiv(width, 16), rows.stride()
+    arguments = (rows, source, out, width, *strides, *out.stride())
+    assert touched("gather_kernel", *arguments, grid=(4, blocks), **block)[1] == out.nbytes
+    float32: dict[str, Any] = {"accumulate": triton.language.float32, **block}
+    for partners, dots in ((None, None), (out, torch.empty(4))):
+        of_partners = (0, 0) if partners is None else partners.stride()
+        arguments = (rows, source, weights, partners, out, dots, width, *strides, *of_partners, out.stride(0))
+        touched("gather_weighted_kernel", *arguments, grid=(4,), **float32)
+    members, edges = torch.tensor([4, 0, 2]), torch.tensor([0, 2, 2, 3])
+    for given in (None, torch.ones(3)):
+        arguments = (rows, members, edges, given, out[:3], width, *strides, *out.stride())
+        touched("sum_bags_kernel", *arguments, grid=(3, blocks), **float32)
+
+
+def test_lanes_that_read_one_address_count_once() -> None:
+    assert interpreter_builder.create_masked_load.__qualname__.startswith(Touched.__name__)
+    ids = torch.zeros(8, 2, dtype=torch.int64)
+    valid, tokens, outcome = torch.empty_like(ids), torch.ones(8, dtype=torch.bool), torch.zeros((), dtype=torch.int64)
+    counts = triton_values._touched
+    counts.read = counts.written = 0
+    arguments = (ids, tokens, valid, outcome, 16, 4, 2)
+    triton_values._interpret(triton_tables.valid_kernel, (1,), arguments, {"marks": False, "block": 32})
+    assert (counts.read, counts.written) == (ids.nbytes + tokens.nbytes, valid.nbytes)
