@@ -93,6 +93,34 @@ class Permutation(ABC):
         """
 
     @abstractmethod
+    def weigh(
+        self,
+        rows_RD: Tensor,
+        weights_R: Tensor,
+        is_real: Callable[[], Tensor],
+        dtype: dtype,
+        *,
+        partners_RD: Tensor | None = None,
+        clears: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Multiply grouped rows by their weights, for libraries that copy and sum the rows themselves.
+
+        Args:
+            rows_RD: (R, D).
+            weights_R: (R,); on padding they are 0.
+            is_real: Function that returns flags of the rows, bool (R,), False on padding. Called at most once.
+            dtype: Dtype of the products. They are computed in ``accumulation_dtype``, and rounded once.
+            partners_RD: (R, D), if the dot products of both rows are wanted: with gradients as rows and with the rows
+                of the forward as partners, they are the gradients of the weights. On padding they may hold anything.
+            clears: Whether products must be 0 on padding. If so, rows are 0 there. If not, rows and products may hold
+                anything there.
+
+        Returns:
+            The products, (R, D), and the dot products in the dtype of the weights, (R,), which are 0 on padding; None
+            without partners.
+        """
+
+    @abstractmethod
     def reduce(self, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
         """Write to ``out[s]`` the weighted sum of the grouped rows that are copies of row s, added in slot order.
 

@@ -113,6 +113,24 @@ class TorchPermutation(Permutation):
             all_dots = None if all_dots is None else clear_padding(all_dots, index)
         return buffer, None if all_dots is None else all_dots.to(weights_R.dtype)
 
+    def weigh(
+        self,
+        rows_RD: Tensor,
+        weights_R: Tensor,
+        is_real: Callable[[], Tensor],
+        dtype: torch.dtype,
+        *,
+        partners_RD: Tensor | None = None,
+        clears: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        accumulate, dots_R = accumulation_dtype(rows_RD.dtype, dtype), None
+        wide_RD = rows_RD.to(accumulate)
+        if partners_RD is not None:
+            # Padding of the partners may hold NaN, so its products are replaced by 0, not multiplied by 0.
+            dots_R = torch.linalg.vecdot(wide_RD, partners_RD.to(accumulate))
+            dots_R = torch.where(is_real(), dots_R, 0).to(weights_R.dtype)
+        return (wide_RD * weights_R.to(accumulate).unsqueeze(1)).to(dtype), dots_R
+
     def reduce(self, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
         weights_N = None if weights_R is None else weights_R.index_select(0, index.byrow_N)
         if rows_RD.requires_grad:  # embedding_bag would prepare a backward, which is not needed

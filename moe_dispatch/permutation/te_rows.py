@@ -59,7 +59,7 @@ class TransformerEnginePermutation(Permutation):
       run, and torch computes it if ``torch.use_deterministic_algorithms(True)`` is set.
     - Torch does the rest: float64 (the kernels accumulate in float32), sums whose dtype is not the dtype of the rows
       (the kernels would round to the dtype of the rows first), weighted gradients without the gradient of the weights,
-      ``sum_bags`` and ``gather`` (there are no kernels), and an index without rows.
+      ``sum_bags``, ``weigh`` and ``gather`` (there are no kernels), and an index without rows.
 
     Cost: about ten small torch operations per call to write the table of positions, int32 (S, 2K+1).
     """
@@ -112,6 +112,18 @@ class TransformerEnginePermutation(Permutation):
         name = "unpermute_with_mask_map_bwd_with_merging_probs"
         out, dots_SK = self._kernels.run(name, index, rows_SD, num_out_tokens=index.num_grouped, **own)
         return clear_padding(out, index), index.to_grouped(dots_SK).to(weights_R.dtype)
+
+    def weigh(
+        self,
+        rows_RD: Tensor,
+        weights_R: Tensor,
+        is_real: Callable[[], Tensor],
+        dtype: torch.dtype,
+        *,
+        partners_RD: Tensor | None = None,
+        clears: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._torch.weigh(rows_RD, weights_R, is_real, dtype, partners_RD=partners_RD, clears=clears)
 
     def reduce(self, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
         if rows_RD.dtype not in _DTYPES or rows_RD.dtype != out.dtype or not _has_rows(index):

@@ -46,9 +46,10 @@ def gather_kernel(rows, source, out, width, rows_stride, rows_step, out_stride, 
 
 
 @triton.jit
-def gather_weighted_kernel(
+def weigh_kernel(
     rows,
     source,
+    is_real,
     weights,
     partners,
     out,
@@ -59,23 +60,34 @@ def gather_weighted_kernel(
     partners_stride,
     partners_step,
     out_stride,
+    clears: tl.constexpr,
     accumulate: tl.constexpr,
     block: tl.constexpr,
 ):
     """Compute ``out[i] = rows[source[i]] * weights[i]`` and ``dots[i] = dot(rows[source[i]], partners[i])``.
 
-    Both are 0 where ``source[i]`` is negative. Without ``partners``, ``dots`` is not written.
+    Without ``source``, row i itself is read. Where ``source[i]`` is negative, or ``is_real[i]`` is False, nothing is
+    read: ``dots[i]`` is 0, and ``out[i]`` is 0 with ``clears``, else not written. Without ``partners``, ``dots`` is not
+    written.
     """
     at = tl.program_id(0).to(tl.int64)
-    row = tl.load(source + at)
-    exists = row >= 0
+    if source is None:
+        row = at
+        exists = tl.load(is_real + at) != 0
+    else:
+        row = tl.load(source + at)
+        exists = row >= 0
     weight = tl.load(weights + at, mask=exists, other=0).to(accumulate)
     dot = tl.zeros((block,), dtype=accumulate)
     for begin in range(0, width, block):
         columns = begin + tl.arange(0, block).to(tl.int64)
         read = columns < tl.where(exists, width, 0)
         values = tl.load(rows + row * rows_stride + columns * rows_step, mask=read, other=0).to(accumulate)
-        tl.store(out + at * out_stride + columns, _rounded(values * weight, out), mask=columns < width)
+        product = _rounded(values * weight, out)
+        if clears:
+            tl.store(out + at * out_stride + columns, product, mask=columns < width)
+        else:
+            tl.store(out + at * out_stride + columns, product, mask=read)
         if partners is not None:
             partner = tl.load(partners + at * partners_stride + columns * partners_step, mask=read, other=0)
             dot = tl.fma(values, partner.to(accumulate), dot)
@@ -127,24 +139,33 @@ def gather(rows: Tensor, source: Tensor, out: Tensor) -> None:
 
 
 @torch.compiler.disable
-def gather_weighted(
+def weigh(
     rows: Tensor,
-    source: Tensor,
     weights: Tensor,
     out: Tensor,
+    accumulate: torch.dtype,
     *,
+    source: Tensor | None = None,
+    is_real: Tensor | None = None,
     partners: Tensor | None = None,
     dots: Tensor | None = None,
+    clears: bool = True,
 ) -> None:
-    """Launch ``gather_weighted_kernel``: weights (n,), out (n, D) with contiguous rows, partners (n, D), dots (n,)."""
+    """Launch ``weigh_kernel``: weights (n,), out (n, D) with contiguous rows, partners (n, D), dots (n,).
+
+    Products are computed in ``accumulate``. Either ``source``, int64 (n,), or ``is_real``, bool (n,), is given.
+    """
     if out.numel():
         with torch.cuda.device_of(out):
-            gather_weighted_kernel[(out.shape[0],)](
-                *(rows, source.contiguous(), weights.contiguous(), partners, out, dots, out.shape[1]),
+            weigh_kernel[(out.shape[0],)](
+                rows,
+                *(None if table is None else table.contiguous() for table in (source, is_real)),
+                *(weights.contiguous(), partners, out, dots, out.shape[1]),
                 *rows.stride(),
                 *((0, 0) if partners is None else partners.stride()),
                 out.stride(0),
-                accumulate=_accumulation(out),
+                clears=clears,
+                accumulate=_accumulation(accumulate),
                 **_options(out.shape[1]),
             )
 
@@ -159,7 +180,7 @@ def sum_bags(rows: Tensor, members: Tensor, edges: Tensor, weights: Tensor | Non
                 *(rows, members.contiguous(), edges.contiguous(), weights, out, out.shape[1]),
                 *rows.stride(),
                 *out.stride(),
-                accumulate=_accumulation(rows, out),
+                accumulate=_accumulation(rows.dtype, out.dtype),
                 **_options(out.shape[1]),
             )
 
@@ -179,6 +200,5 @@ def _options(width: int) -> dict[str, int]:
     return {"block": block, "num_warps": max(1, block // 256), "enable_fp_fusion": False}
 
 
-def _accumulation(*tensors: Tensor) -> tl.dtype:
-    dtype = accumulation_dtype(*(tensor.dtype for tensor in tensors))
-    return tl.float64 if dtype == torch.float64 else tl.float32
+def _accumulation(*dtypes: torch.dtype) -> tl.dtype:
+    return tl.float64 if accumulation_dtype(*dtypes) == torch.float64 else tl.float32

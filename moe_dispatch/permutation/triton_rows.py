@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -80,7 +81,25 @@ class TritonPermutation(Permutation):
         accumulate = accumulation_dtype(dtype)
         out = torch.empty(index.num_grouped, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
         dots = None if partners_RD is None else torch.empty(index.num_grouped, dtype=accumulate, device=out.device)
-        self._kernels.gather_weighted(rows_SD, index.source_or_none(), weights_R, out, partners=partners_RD, dots=dots)
+        source = index.source_or_none()
+        self._kernels.weigh(rows_SD, weights_R, out, accumulate, source=source, partners=partners_RD, dots=dots)
+        return out, None if dots is None else dots.to(weights_R.dtype)
+
+    def weigh(
+        self,
+        rows_RD: Tensor,
+        weights_R: Tensor,
+        is_real: Callable[[], Tensor],
+        dtype: torch.dtype,
+        *,
+        partners_RD: Tensor | None = None,
+        clears: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        accumulate = accumulation_dtype(rows_RD.dtype, dtype)
+        out = torch.empty(rows_RD.shape, dtype=dtype, device=rows_RD.device)
+        dots = None if partners_RD is None else torch.empty(len(out), dtype=accumulate, device=out.device)
+        given = {"is_real": is_real(), "partners": partners_RD, "dots": dots, "clears": clears}
+        self._kernels.weigh(rows_RD, weights_R, out, accumulate, **given)
         return out, None if dots is None else dots.to(weights_R.dtype)
 
     def reduce(self, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:

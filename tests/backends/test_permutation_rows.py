@@ -139,6 +139,42 @@ def test_expand_weighted_without_weights_is_expand(permutation: Permutation) -> 
 
 @every
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("width", [1, 33, 2049])
+def test_weigh_multiplies_real_rows_and_reads_no_others(
+    permutation: Permutation, dtype: torch.dtype, width: int
+) -> None:
+    """Products have the bits of torch, whatever stands in the padding; rows of experts may be strided."""
+    is_real_R = torch.tensor([True, True, False, True, False])
+    weights_R = torch.where(is_real_R, rows_of(5, 1, seed=2).squeeze(1), 0).to(accumulation_dtype(dtype))
+    padded_RD = rows_of(5, width, dtype).masked_fill(~is_real_R.unsqueeze(1), NAN)
+    expected = padded_RD.to(weights_R.dtype) * weights_R.unsqueeze(1)
+    for rows_RD in (padded_RD, padded_RD.t().contiguous().t()):
+        for out in (torch.bfloat16, dtype):
+            products, none = permutation.weigh(rows_RD, weights_R, lambda: is_real_R, out)
+            assert none is None
+            assert torch.equal(products[is_real_R], expected[is_real_R].to(out))
+
+
+@every
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("width", [1, 33, 2049])
+def test_weigh_with_partners_is_its_backward(permutation: Permutation, dtype: torch.dtype, width: int) -> None:
+    is_real_R = torch.tensor([True, True, False, True, False])
+    accumulate = accumulation_dtype(dtype)
+    weights_R = torch.where(is_real_R, rows_of(5, 1, seed=2).squeeze(1), 0).to(accumulate)
+    grad_RD = rows_of(5, width, dtype).masked_fill(~is_real_R.unsqueeze(1), 0)
+    rows_RD = rows_of(5, width, dtype, seed=1).masked_fill(~is_real_R.unsqueeze(1), NAN)
+    products, dots_R = permutation.weigh(grad_RD, weights_R, lambda: is_real_R, dtype, partners_RD=rows_RD, clears=True)
+    assert torch.equal(products, (grad_RD.to(accumulate) * weights_R.unsqueeze(1)).to(dtype))
+    assert dots_R is not None
+    assert dots_R.dtype == accumulate
+    dots = torch.linalg.vecdot(grad_RD.double(), rows_RD.nan_to_num(0).double())
+    torch.testing.assert_close(dots_R.double(), dots, rtol=1e-4, atol=1e-4)
+    assert not dots_R[~is_real_R].any()
+
+
+@every
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("weighted", [True, False])
 def test_sums_are_rounded_once(permutation: Permutation, dtype: torch.dtype, weighted: bool) -> None:
     """Within half a unit in the last place of the exact sum, and a hair for float32 accumulation."""

@@ -34,6 +34,7 @@ PAIRS = [  # dtypes of the rows that are read and of those that are written
     (torch.float64, torch.bfloat16),
 ]
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}
+POINTERS[torch.bool] = "*i1"
 
 
 @pytest.mark.slow
@@ -111,7 +112,7 @@ def kernels(record: Record) -> dict[str, tuple[Any, Recorder]]:
     """By name, our kernels and the recorders put in their place."""
     from moe_dispatch.permutation import triton_kernels
 
-    return record(triton_kernels, "gather_kernel", "gather_weighted_kernel", "sum_bags_kernel")
+    return record(triton_kernels, "gather_kernel", "weigh_kernel", "sum_bags_kernel")
 
 
 def launch_everything(rows_dtype: torch.dtype, out_dtype: torch.dtype, width: int) -> None:
@@ -120,10 +121,13 @@ def launch_everything(rows_dtype: torch.dtype, out_dtype: torch.dtype, width: in
     rows_RD = torch.zeros(index.num_grouped, width, dtype=rows_dtype)
     weights_R = torch.ones(index.num_grouped)
     permutation.expand(rows_SD, index, out_dtype)
+    is_real_R = weights_R > 0
     for weights in (None, weights_R):
         permutation.reduce(rows_RD, index, weights, out)
     for partners in (None, rows_RD):
         permutation.expand_weighted(rows_SD, index, weights_R, partners, out_dtype)
+        clears = partners is not None
+        permutation.weigh(rows_RD, weights_R, lambda: is_real_R, out_dtype, partners_RD=partners, clears=clears)
 
 
 def compiled(kernel: Any, launch: tuple[tuple[Any, ...], dict[str, Any]], capability: int) -> Any:
@@ -165,7 +169,7 @@ def test_kernels_compile_for_gpus(
 ) -> None:
     """With the arguments that our launchers give, to machine code, by the ptxas that triton brings."""
     launch_everything(rows_dtype, out_dtype, 4096)
-    assert [len(recorder.launches) for _, recorder in kernels.values()] == [1, 2, 2]
+    assert [len(recorder.launches) for _, recorder in kernels.values()] == [1, 4, 2]
     for kernel, recorder in kernels.values():
         for launch in recorder.launches:
             # Triton up to 3.9 fuses unless told otherwise; 3.9 warns where a launch leaves it to the default.

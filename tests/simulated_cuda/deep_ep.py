@@ -25,8 +25,12 @@ _VERBS = ("dispatch", "combine", "dispatch_with_permute", "combine_with_unpermut
 
 
 @contextmanager
-def deep_ep_on_devices(release: str) -> Iterator[list[str]]:
+def deep_ep_on_devices(release: str, device: str = "cuda") -> Iterator[list[str]]:
     """Let backends find the emulation of a release with buffers that take tensors of devices. One rank without a group.
+
+    Args:
+        release: Name of the release.
+        device: Device type of the tensors; "cpu" for the emulation as it is.
 
     Yields:
         The names of the verbs of the library, as they are called.
@@ -35,12 +39,12 @@ def deep_ep_on_devices(release: str) -> Iterator[list[str]]:
     module = ModuleType("deep_ep")
     module.__dict__.update(emulated_deep_ep(release).__dict__)
     for name in _BUFFERS:
-        if hasattr(module, name):
+        if hasattr(module, name) and device == "cuda":
             setattr(module, name, _on_devices(getattr(module, name), calls))
     found = library.Library(module=module, version=release, emulated=True)
     with (
         patch.object(library, "find_library", lambda release: found),
-        patch.object(library.Library, "device", property(lambda self: "cuda")),
+        patch.object(library.Library, "device", property(lambda self: device)),
     ):
         yield calls
 

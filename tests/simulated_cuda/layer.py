@@ -93,11 +93,11 @@ class Step:
             self._grads = torch.autograd.grad(self._y, (self._outputs, self.sent.weights), self._upstream)
         else:
             leaves = self._x, self._routing.topk_weights
-            torch.autograd.grad((self.sent.edge, self.sent.weights), leaves, self._grads)
+            torch.autograd.grad((self.sent.in_graph, self.sent.weights), leaves, self._grads)
 
     def _experts(self) -> Tensor:
         """Return the outputs of experts: their rows; or memory with any values if rows are quantised, to read none."""
-        edge = self.sent.edge
+        edge = self.sent.in_graph
         if self.sent.quantised is None:
             return edge.detach()
         return torch.empty(edge.shape, dtype=edge.dtype, device=edge.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -114,10 +115,11 @@ def test_formulas_of_kernels_count_what_the_interpreter_touches(width: int) -> N
     arguments = (rows, source, out, width, *strides, *out.stride())
     assert touched("gather_kernel", *arguments, grid=(4, blocks), **block)[1] == out.nbytes
     float32: dict[str, Any] = {"accumulate": triton.language.float32, **block}
-    for partners, dots in ((None, None), (out, torch.empty(4))):
-        of_partners = (0, 0) if partners is None else partners.stride()
-        arguments = (rows, source, weights, partners, out, dots, width, *strides, *of_partners, out.stride(0))
-        touched("gather_weighted_kernel", *arguments, grid=(4,), **float32)
+    tables = ((source, None), (None, source >= 0))
+    for (sources, is_real), partners, clears in product(tables, (None, out), (False, True)):
+        dots, of_partners = (None, (0, 0)) if partners is None else (torch.empty(4), partners.stride())
+        arguments = (rows, sources, is_real, weights, partners, out, dots, width, *strides, *of_partners, out.stride(0))
+        touched("weigh_kernel", *arguments, grid=(4,), clears=clears, **float32)
     members, edges = torch.tensor([4, 0, 2]), torch.tensor([0, 2, 2, 3])
     for given in (None, torch.ones(3)):
         arguments = (rows, members, edges, given, out[:3], width, *strides, *out.stride())

@@ -233,12 +233,12 @@ def gather_bytes(given: Any) -> tuple[int, int]:
     return 8 * count * blocks + real * width * rows.element_size(), count * width * given.out.element_size()
 
 
-def gather_weighted_bytes(given: Any) -> tuple[int, int]:
-    """Return what ``gather_weighted_kernel`` reads and writes."""
-    source, width, partners = given.source, given.width, given.partners
-    count, real = len(source), int((source >= 0).sum())
-    read = 8 * count + real * (width * given.rows.element_size() + given.weights.element_size())
-    written = count * width * given.out.element_size()
+def weigh_bytes(given: Any) -> tuple[int, int]:
+    """Return what ``weigh_kernel`` reads and writes."""
+    table, width, partners = given.is_real if given.source is None else given.source, given.width, given.partners
+    count, real = len(table), int((table if given.source is None else table >= 0).sum())
+    read = table.nbytes + real * (width * given.rows.element_size() + given.weights.element_size())
+    written = (count if given.clears else real) * width * given.out.element_size()
     if partners is not None:
         read += real * width * partners.element_size()
         written += count * given.dots.element_size()

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from moe_dispatch_testing.host_syncs import allow_host_syncs
 from tests.simulated_cuda import values
 from tests.simulated_cuda.device import note_access, placed
-from tests.simulated_cuda.traffic import Touched, gather_bytes, gather_weighted_bytes, note_traffic, sum_bags_bytes
+from tests.simulated_cuda.traffic import Touched, gather_bytes, note_traffic, sum_bags_bytes, weigh_bytes
 
 # The interpreter replaces functions of triton.language while it runs, so that no other thread may compile.
 _lock = threading.RLock()
@@ -134,13 +134,24 @@ def _gather(given: Any) -> None:
     _store(given.out, _taken(given.rows, given.source, given.rows.dtype))
 
 
-def _gather_weighted(given: Any) -> None:
-    found, exists = _taken(given.rows, given.source, _accumulate(given)), given.source >= 0
+def _weigh(given: Any) -> None:
+    source = given.source if given.source is not None else _own_rows(given.is_real)
+    found, exists = _taken(given.rows, source, _accumulate(given)), source >= 0
     weights = torch.where(exists, given.weights.to(found.dtype), 0)
-    _store(given.out, found * weights.unsqueeze(1))
+    products = found * weights.unsqueeze(1)
+    if given.clears:
+        _store(given.out, products)
+    else:
+        rounded = torch.empty_like(given.out)
+        _store(rounded, products)
+        given.out[exists] = rounded[exists]
     if given.partners is not None:
         partners = given.partners.to(found.dtype).masked_fill(~exists.unsqueeze(1), 0)
         given.dots.copy_((found * partners).sum(1))
+
+
+def _own_rows(is_real: Tensor) -> Tensor:
+    return torch.where(is_real, torch.arange(len(is_real)), -1)
 
 
 def _sum_bags(given: Any) -> None:
@@ -158,7 +169,7 @@ def _sum_bags(given: Any) -> None:
 # For a kernel with a form in torch: the form, and the formula of the bytes that the kernel reads and writes.
 _IN_TORCH: dict[str, tuple[Callable[[Any], None], Callable[[Any], tuple[int, int]]]] = {
     "gather_kernel": (_gather, gather_bytes),
-    "gather_weighted_kernel": (_gather_weighted, gather_weighted_bytes),
+    "weigh_kernel": (_weigh, weigh_bytes),
     "sum_bags_kernel": (_sum_bags, sum_bags_bytes),
 }
 

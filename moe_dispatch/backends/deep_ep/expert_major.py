@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_dispatch.backends.base import MoEShape, Route
 from moe_dispatch.backends.deep_ep.rank_rows import Payload, pack, unpack
 from moe_dispatch.backends.wire import Encoded
-from moe_dispatch.permutation import accumulation_dtype
+from moe_dispatch.permutation import Permutation, accumulation_dtype, choose_permutation
 
 
 @final
@@ -58,11 +58,11 @@ class ExpertMajorRoute(Route):
         return self.delivered(self.spread(pack(rows_TD, self.shape.wire_dtype)), rows_TD.dtype)
 
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
-        weighted_RD = rows_RD
-        if weights_R is not None:
-            wide = accumulation_dtype(rows_RD.dtype)
-            weighted_RD = rows_RD.to(wide) * weights_R.to(wide).unsqueeze(1)
-        return self.collect(weighted_RD.bfloat16().contiguous(), None)[0].to(rows_RD.dtype)
+        if weights_R is None:
+            weighted_RD = rows_RD.bfloat16()
+        else:
+            weighted_RD, _ = _kernels(rows_RD).weigh(rows_RD, weights_R, self.is_real, torch.bfloat16)
+        return self.collect(weighted_RD.contiguous(), None)[0].to(rows_RD.dtype)
 
     def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         values_R = None if grad_R is None else grad_R.float().contiguous()
@@ -79,9 +79,13 @@ class ExpertMajorRoute(Route):
             if isinstance(arrived, Tensor):
                 return arrived.to(grad_TD.dtype), None
             return arrived.gradient(grad_TD.dtype), None
-        wide, dots_R = accumulation_dtype(grad_TD.dtype), None
+        wide = accumulation_dtype(grad_TD.dtype)
         grad_RD = arrived.to(wide) if isinstance(arrived, Tensor) else arrived.decoded(wide)
-        if rows_RD is not None:
-            # Padding of the outputs may hold NaN, so its products are replaced by 0, not multiplied by 0.
-            dots_R = torch.where(self.is_real(), torch.linalg.vecdot(grad_RD, rows_RD.to(wide)), 0).to(weights_R.dtype)
-        return (grad_RD * weights_R.to(wide).unsqueeze(1)).to(grad_TD.dtype), dots_R
+        return _kernels(grad_RD).weigh(
+            grad_RD, weights_R, self.is_real, grad_TD.dtype, partners_RD=rows_RD, clears=True
+        )
+
+
+def _kernels(rows_RD: Tensor) -> Permutation:
+    """Return the implementation that multiplies rows by weights: these backends leave the reorder to their library."""
+    return choose_permutation("auto", rows_RD.device.type)
