@@ -3,6 +3,9 @@
 A GPU takes one or two microseconds for each launch, which small batches feel. All kernels work on integers, except
 ``merge_kernel``, whose sums have a fixed order. So every run gives the same bits. Positions are 64 bits wide.
 
+Triton compiles a kernel anew for an integer that is 1 or that 16 divides. Sizes that change from step to step are not
+specialised, so that no step waits for the compiler.
+
 Legend: as in ``index.py``.
 """
 
@@ -27,7 +30,7 @@ _BLOCK = 1024
 _OPTIONS: Any = {"block": _BLOCK, "num_warps": 4, "enable_fp_fusion": False}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "grouped", "num_padding"])
 def start_kernel(
     keys,
     cleaned,
@@ -78,7 +81,7 @@ def edges_kernel(real, padded, shifts, ends, needed, num_keys, multiple, block: 
     tl.store(needed, tl.sum(count))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sorted", "num_rows"])
 def place_kernel(
     slots,
     cleaned,
@@ -142,7 +145,7 @@ def place_kernel(
             tl.store(filled + position, tl.full((block,), -1, tl.int64), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def merge_kernel(
     ids, weights, merged_ids, merged, firsts, num_rows, top_k: tl.constexpr, columns: tl.constexpr, block: tl.constexpr
 ):
@@ -165,7 +168,7 @@ def merge_kernel(
     tl.store(firsts + to, tl.where(mine >= 0, first, -1), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids"])
 def valid_kernel(ids, tokens, valid, outcome, num_ids, num_experts, top_k, marks: tl.constexpr, block: tl.constexpr):
     """Replace invalid ids by -1. Count them in ``outcome``, or with ``marks`` lower it to -1 if there are any.
 
@@ -186,7 +189,7 @@ def valid_kernel(ids, tokens, valid, outcome, num_ids, num_experts, top_k, marks
         tl.atomic_add(outcome, count, mask=count > 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids"])
 def owners_kernel(ids, owners, counts, num_ids, slots, width, block: tl.constexpr):
     """Write 1 + the rank of each id, 0 for -1. Count id e of rank r in ``counts[(r + 1) * width + e]``."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
@@ -198,7 +201,7 @@ def owners_kernel(ids, owners, counts, num_ids, slots, width, block: tl.constexp
     tl.atomic_add(counts + place, tl.full((block,), 1, tl.int64), mask=inside & (owner > 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_places"])
 def members_kernel(
     ids, marks, slots, source, is_empty, member, num_rows, top_k, size, experts, num_places, block: tl.constexpr
 ):
@@ -222,7 +225,7 @@ def members_kernel(
     tl.store(is_empty + at, tl.full((block,), 1, tl.uint8), mask=at < num_places)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def places_kernel(
     marks,
     sums,
