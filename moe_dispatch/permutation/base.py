@@ -67,7 +67,7 @@ class Permutation(ABC):
             dtype: Dtype of the result.
 
         Returns:
-            (R, D), zero on padding.
+            (R, D), zero on padding. Slack of an index of fixed size may hold anything.
         """
 
     @abstractmethod

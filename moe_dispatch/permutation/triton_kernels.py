@@ -45,6 +45,41 @@ def gather_kernel(rows, source, out, width, rows_stride, rows_step, out_stride, 
     tl.store(out + at * out_stride + columns * out_step, _rounded(values, out), mask=columns < width)
 
 
+@triton.jit(do_not_specialize=["num_rows", "num_grouped"])
+def scatter_kernel(
+    rows,
+    places,
+    edges,
+    padding,
+    out,
+    num_rows,
+    num_grouped,
+    width,
+    rows_stride,
+    rows_step,
+    out_stride,
+    out_step,
+    block: tl.constexpr,
+):
+    """Copy ``rows[s]`` to ``out[places[i]]`` for all i in ``range(edges[s], edges[s + 1])``, and set padding to 0.
+
+    The programs behind the last row of ``rows`` each have an entry of ``padding``, a row of ``out`` or ``num_grouped``.
+    """
+    at = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
+    if at < num_rows:
+        begin, end = tl.load(edges + at), tl.load(edges + at + 1)
+        read = columns < tl.where(begin < end, width, 0)
+        values = _rounded(tl.load(rows + at * rows_stride + columns * rows_step, mask=read, other=0), out)
+        for i in range(begin, end):
+            place = tl.load(places + i)
+            tl.store(out + place * out_stride + columns * out_step, values, mask=read)
+    elif padding is not None:
+        place = tl.load(padding + (at - num_rows))
+        write = columns < tl.where(place < num_grouped, width, 0)
+        tl.store(out + place * out_stride + columns * out_step, tl.zeros((block,), out.dtype.element_ty), mask=write)
+
+
 @triton.jit
 def weigh_kernel(
     rows,
@@ -135,6 +170,22 @@ def gather(rows: Tensor, source: Tensor, out: Tensor) -> None:
         with torch.cuda.device_of(out):
             gather_kernel[_grid(out)](
                 rows, source.contiguous(), out, out.shape[1], *rows.stride(), *out.stride(), **_options(out.shape[1])
+            )
+
+
+@torch.compiler.disable
+def scatter(rows: Tensor, places: Tensor, edges: Tensor, padding: Tensor | None, out: Tensor) -> None:
+    """Launch ``scatter_kernel``: rows (S, D), places int64 (N,), edges int64 (S+1,), padding int64, out (R, D)."""
+    num_rows, width = rows.shape
+    programs = num_rows + (0 if padding is None else padding.shape[0])
+    if out.numel() and programs:
+        options = _options(width)
+        with torch.cuda.device_of(out):
+            scatter_kernel[(programs, triton.cdiv(width, options["block"]))](
+                *(rows, places, edges, padding, out, num_rows, out.shape[0], width),
+                *rows.stride(),
+                *out.stride(),
+                **options,
             )
 
 

@@ -65,7 +65,8 @@ class TritonPermutation(Permutation):
 
     def expand(self, rows_SD: Tensor, index: SlotIndex, dtype: torch.dtype) -> Tensor:
         out = torch.empty(index.num_grouped, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
-        self.gather(rows_SD, index.source_or_none(), out)
+        rows, words = as_words(rows_SD, out) if rows_SD.dtype == dtype else (rows_SD, out)
+        self._kernels.scatter(rows, index.byrow_N, index.cu_S, index.padding, words)
         return out
 
     def expand_weighted(

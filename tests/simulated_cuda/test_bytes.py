@@ -121,6 +121,10 @@ def test_formulas_of_kernels_count_what_the_interpreter_touches(width: int) -> N
         arguments = (rows, sources, is_real, weights, partners, out, dots, width, *strides, *of_partners, out.stride(0))
         touched("weigh_kernel", *arguments, grid=(4,), clears=clears, **float32)
     members, edges = torch.tensor([4, 0, 2]), torch.tensor([0, 2, 2, 3])
+    for padding in (None, torch.tensor([3, 4])):
+        places, grouped = members.clamp(max=2), out.contiguous()
+        arguments = (rows[:3], places, edges, padding, grouped, 3, 4, width, *strides, *grouped.stride())
+        touched("scatter_kernel", *arguments, grid=(3 + (padding is not None) * 2, blocks), **block)
     for given in (None, torch.ones(3)):
         arguments = (rows, members, edges, given, out[:3], width, *strides, *out.stride())
         touched("sum_bags_kernel", *arguments, grid=(3, blocks), **float32)

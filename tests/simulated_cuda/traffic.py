@@ -233,6 +233,16 @@ def gather_bytes(given: Any) -> tuple[int, int]:
     return 8 * count * blocks + real * width * rows.element_size(), count * width * given.out.element_size()
 
 
+def scatter_bytes(given: Any) -> tuple[int, int]:
+    """Return what ``scatter_kernel`` reads and writes. Each block of columns reads the places of its row."""
+    count, width, counts = given.num_rows, given.width, given.edges.diff()
+    blocks, copies, used = -(-width // given.block), int(counts.sum()), int((counts > 0).sum())
+    padding = given.edges[:0] if given.padding is None else given.padding
+    tables = 8 * (2 * count + copies + len(padding))
+    written = (copies + int((padding < given.num_grouped).sum())) * width * given.out.element_size()
+    return tables * blocks + used * width * given.rows.element_size(), written
+
+
 def weigh_bytes(given: Any) -> tuple[int, int]:
     """Return what ``weigh_kernel`` reads and writes."""
     table, width, partners = given.is_real if given.source is None else given.source, given.width, given.partners

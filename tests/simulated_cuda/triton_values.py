@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from moe_dispatch_testing.host_syncs import allow_host_syncs
 from tests.simulated_cuda import values
 from tests.simulated_cuda.device import note_access, placed
-from tests.simulated_cuda.traffic import Touched, gather_bytes, note_traffic, sum_bags_bytes, weigh_bytes
+from tests.simulated_cuda.traffic import Touched, gather_bytes, note_traffic, scatter_bytes, sum_bags_bytes, weigh_bytes
 
 # The interpreter replaces functions of triton.language while it runs, so that no other thread may compile.
 _lock = threading.RLock()
@@ -134,6 +134,18 @@ def _gather(given: Any) -> None:
     _store(given.out, _taken(given.rows, given.source, given.rows.dtype))
 
 
+def _scatter(given: Any) -> None:
+    counts = given.edges.diff()
+    places = given.places[int(given.edges[0]) : int(given.edges[-1])]
+    source = torch.arange(len(counts)).repeat_interleave(counts)
+    if len(places):
+        found = torch.empty(len(places), given.out.shape[1], dtype=given.out.dtype)
+        _store(found, _taken(given.rows, source, given.rows.dtype))
+        given.out[places] = found
+    if given.padding is not None:
+        given.out[given.padding[given.padding < given.num_grouped]] = 0
+
+
 def _weigh(given: Any) -> None:
     source = given.source if given.source is not None else _own_rows(given.is_real)
     found, exists = _taken(given.rows, source, _accumulate(given)), source >= 0
@@ -169,6 +181,7 @@ def _sum_bags(given: Any) -> None:
 # For a kernel with a form in torch: the form, and the formula of the bytes that the kernel reads and writes.
 _IN_TORCH: dict[str, tuple[Callable[[Any], None], Callable[[Any], tuple[int, int]]]] = {
     "gather_kernel": (_gather, gather_bytes),
+    "scatter_kernel": (_scatter, scatter_bytes),
     "weigh_kernel": (_weigh, weigh_bytes),
     "sum_bags_kernel": (_sum_bags, sum_bags_bytes),
 }
