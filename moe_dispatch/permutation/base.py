@@ -89,7 +89,7 @@ class Permutation(ABC):
 
         Returns:
             The gradient of the grouped rows, (R, D), and the gradient of the weights in their dtype, (R,). The second
-            is None without ``weights_R`` or ``partners_RD``. Both are zero on padding.
+            is None without ``weights_R`` or ``partners_RD``. Both are zero on padding. Slack may hold anything.
         """
 
     @abstractmethod

@@ -63,7 +63,6 @@ class SlotIndex:
         cu_S: int64 (S+1,), where the slots of each row begin in ``byrow_N``.
         padding: int64, the grouped positions that are padding; None if ``pad_multiple`` is 1.
         filled_R: int64 (R,), ``source_R`` with -1 on padding and slack; None without a fixed size.
-        masked_R: int64 (R,), ``source_R`` with -1 on padding, if a kernel made it; None with a fixed size.
         counts: The number of slots of each key, on the host, without padding; None with a fixed size. An index that
             was rebuilt from its tables has neither ``counts`` nor ``real_L``, ``padded_L`` and ``needed``.
         real_L: int64 (L,), the number of slots of each key, on the device, without padding. With a fixed size, dropped
@@ -83,7 +82,6 @@ class SlotIndex:
     cu_S: Tensor
     padding: Tensor | None
     filled_R: Tensor | None = None
-    masked_R: Tensor | None = None
     counts: Sequence[int] | None = None
     real_L: Tensor | None = None
     padded_L: Tensor | None = None
@@ -123,14 +121,6 @@ class SlotIndex:
     def in_row_order(self, values_SK: Tensor) -> Tensor:
         """Return the values of the slots that have a key, (N,), in the order of the slots."""
         return self.to_grouped(values_SK).index_select(0, self.byrow_N)
-
-    def source_or_none(self) -> Tensor:
-        """Return int64 (R,): the row that each grouped row is a copy of, -1 on padding."""
-        if self.filled_R is not None:
-            return self.filled_R
-        if self.masked_R is not None:
-            return self.masked_R
-        return self.source_R if self.padding is None else self.source_R.index_fill(0, self.padding, -1)
 
     def tokens_per_key(self, device: torch.device) -> tuple[Tensor, Tensor, tuple[int, ...] | None]:
         """Return the number of rows of each key. ``group_slots`` or ``group_statically`` must have made the index.

@@ -80,10 +80,66 @@ def scatter_kernel(
         tl.store(out + place * out_stride + columns * out_step, tl.zeros((block,), out.dtype.element_ty), mask=write)
 
 
+@triton.jit(do_not_specialize=["num_rows", "num_grouped"])
+def scatter_weighted_kernel(
+    rows,
+    places,
+    edges,
+    padding,
+    weights,
+    partners,
+    out,
+    dots,
+    num_rows,
+    num_grouped,
+    width,
+    rows_stride,
+    rows_step,
+    partners_stride,
+    partners_step,
+    out_stride,
+    most: tl.constexpr,
+    accumulate: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Do what ``scatter_kernel`` does with ``rows[s] * weights[p]`` for each place p of row s, at most ``most`` places.
+
+    Also compute ``dots[p] = dot(rows[s], partners[p])``, 0 on padding. Without ``partners``, ``dots`` is not written.
+    """
+    at = tl.program_id(0).to(tl.int64)
+    if at < num_rows:
+        begin, end = tl.load(edges + at), tl.load(edges + at + 1)
+        number = tl.arange(0, most)
+        exists = number < end - begin
+        place = tl.load(places + (begin + number), mask=exists, other=0)
+        weight = tl.load(weights + place, mask=exists, other=0).to(accumulate)[:, None]
+        dot = tl.zeros((most, block), dtype=accumulate)
+        for first in range(0, width, block):
+            columns = first + tl.arange(0, block).to(tl.int64)
+            read = columns < tl.where(begin < end, width, 0)
+            values = tl.load(rows + at * rows_stride + columns * rows_step, mask=read, other=0).to(accumulate)[None, :]
+            inside = exists[:, None] & read[None, :]
+            to = place[:, None] * out_stride + columns[None, :]
+            tl.store(out + to, _rounded(values * weight, out), mask=inside)
+            if partners is not None:
+                of = place[:, None] * partners_stride + columns[None, :] * partners_step
+                partner = tl.load(partners + of, mask=inside, other=0).to(accumulate)
+                dot = tl.fma(tl.broadcast_to(values, (most, block)), partner, dot)
+        if partners is not None:
+            tl.store(dots + place, tl.sum(dot, 1), mask=exists)
+    elif padding is not None:
+        empty = tl.load(padding + (at - num_rows))
+        for first in range(0, width, block):
+            columns = first + tl.arange(0, block).to(tl.int64)
+            write = columns < tl.where(empty < num_grouped, width, 0)
+            tl.store(out + empty * out_stride + columns, tl.zeros((block,), out.dtype.element_ty), mask=write)
+        if partners is not None:
+            tl.store(dots + empty, tl.zeros((), accumulate), mask=empty < num_grouped)
+
+
 @triton.jit
 def weigh_kernel(
     rows,
-    source,
     is_real,
     weights,
     partners,
@@ -99,25 +155,19 @@ def weigh_kernel(
     accumulate: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Compute ``out[i] = rows[source[i]] * weights[i]`` and ``dots[i] = dot(rows[source[i]], partners[i])``.
+    """Compute ``out[i] = rows[i] * weights[i]`` and ``dots[i] = dot(rows[i], partners[i])``.
 
-    Without ``source``, row i itself is read. Where ``source[i]`` is negative, or ``is_real[i]`` is False, nothing is
-    read: ``dots[i]`` is 0, and ``out[i]`` is 0 with ``clears``, else not written. Without ``partners``, ``dots`` is not
-    written.
+    Where ``is_real[i]`` is False, nothing is read: ``dots[i]`` is 0, and ``out[i]`` is 0 with ``clears``, else not
+    written. Without ``partners``, ``dots`` is not written.
     """
     at = tl.program_id(0).to(tl.int64)
-    if source is None:
-        row = at
-        exists = tl.load(is_real + at) != 0
-    else:
-        row = tl.load(source + at)
-        exists = row >= 0
+    exists = tl.load(is_real + at) != 0
     weight = tl.load(weights + at, mask=exists, other=0).to(accumulate)
     dot = tl.zeros((block,), dtype=accumulate)
     for begin in range(0, width, block):
         columns = begin + tl.arange(0, block).to(tl.int64)
         read = columns < tl.where(exists, width, 0)
-        values = tl.load(rows + row * rows_stride + columns * rows_step, mask=read, other=0).to(accumulate)
+        values = tl.load(rows + at * rows_stride + columns * rows_step, mask=read, other=0).to(accumulate)
         product = _rounded(values * weight, out)
         if clears:
             tl.store(out + at * out_stride + columns, product, mask=columns < width)
@@ -190,33 +240,60 @@ def scatter(rows: Tensor, places: Tensor, edges: Tensor, padding: Tensor | None,
 
 
 @torch.compiler.disable
+def scatter_weighted(
+    rows: Tensor,
+    places: Tensor,
+    edges: Tensor,
+    padding: Tensor | None,
+    weights: Tensor,
+    out: Tensor,
+    *,
+    most: int,
+    partners: Tensor | None = None,
+    dots: Tensor | None = None,
+) -> None:
+    """Launch ``scatter_weighted_kernel``: as in ``scatter``, weights (R,), partners (R, D), dots (R,)."""
+    num_rows, width = rows.shape
+    programs = num_rows + (0 if padding is None else padding.shape[0])
+    if out.numel() and programs:
+        most = triton.next_power_of_2(most)
+        # Each program keeps ``most`` blocks in registers, so that it reads a row once.
+        block = min(triton.next_power_of_2(width), _MAX_BLOCK, 8 * _MAX_BLOCK // most)
+        with torch.cuda.device_of(out):
+            scatter_weighted_kernel[(programs,)](
+                *(rows, places, edges, padding, weights.contiguous(), partners, out, dots),
+                *(num_rows, out.shape[0], width, *rows.stride()),
+                *((0, 0) if partners is None else partners.stride()),
+                out.stride(0),
+                most=most,
+                accumulate=_accumulation(out.dtype),
+                block=block,
+                num_warps=min(16, max(1, most * block // 1024)),
+                enable_fp_fusion=False,
+            )
+
+
+@torch.compiler.disable
 def weigh(
     rows: Tensor,
     weights: Tensor,
+    is_real: Tensor,
     out: Tensor,
-    accumulate: torch.dtype,
     *,
-    source: Tensor | None = None,
-    is_real: Tensor | None = None,
     partners: Tensor | None = None,
     dots: Tensor | None = None,
     clears: bool = True,
 ) -> None:
-    """Launch ``weigh_kernel``: weights (n,), out (n, D) with contiguous rows, partners (n, D), dots (n,).
-
-    Products are computed in ``accumulate``. Either ``source``, int64 (n,), or ``is_real``, bool (n,), is given.
-    """
+    """Launch ``weigh_kernel``: weights (n,), is_real bool (n,), contiguous out (n, D), partners (n, D), dots (n,)."""
     if out.numel():
         with torch.cuda.device_of(out):
             weigh_kernel[(out.shape[0],)](
-                rows,
-                *(None if table is None else table.contiguous() for table in (source, is_real)),
-                *(weights.contiguous(), partners, out, dots, out.shape[1]),
+                *(rows, is_real.contiguous(), weights.contiguous(), partners, out, dots, out.shape[1]),
                 *rows.stride(),
                 *((0, 0) if partners is None else partners.stride()),
                 out.stride(0),
                 clears=clears,
-                accumulate=_accumulation(accumulate),
+                accumulate=_accumulation(rows.dtype, out.dtype),
                 **_options(out.shape[1]),
             )
 

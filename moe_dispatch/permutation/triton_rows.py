@@ -82,8 +82,8 @@ class TritonPermutation(Permutation):
         accumulate = accumulation_dtype(dtype)
         out = torch.empty(index.num_grouped, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
         dots = None if partners_RD is None else torch.empty(index.num_grouped, dtype=accumulate, device=out.device)
-        source = index.source_or_none()
-        self._kernels.weigh(rows_SD, weights_R, out, accumulate, source=source, partners=partners_RD, dots=dots)
+        tables, given = (index.byrow_N, index.cu_S, index.padding), {"partners": partners_RD, "dots": dots}
+        self._kernels.scatter_weighted(rows_SD, *tables, weights_R, out, most=index.top_k, **given)
         return out, None if dots is None else dots.to(weights_R.dtype)
 
     def weigh(
@@ -99,8 +99,7 @@ class TritonPermutation(Permutation):
         accumulate = accumulation_dtype(rows_RD.dtype, dtype)
         out = torch.empty(rows_RD.shape, dtype=dtype, device=rows_RD.device)
         dots = None if partners_RD is None else torch.empty(len(out), dtype=accumulate, device=out.device)
-        given = {"is_real": is_real(), "partners": partners_RD, "dots": dots, "clears": clears}
-        self._kernels.weigh(rows_RD, weights_R, out, accumulate, **given)
+        self._kernels.weigh(rows_RD, weights_R, is_real(), out, partners=partners_RD, dots=dots, clears=clears)
         return out, None if dots is None else dots.to(weights_R.dtype)
 
     def reduce(self, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:

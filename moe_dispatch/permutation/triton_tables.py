@@ -122,7 +122,6 @@ def place_kernel(
         to += tl.load(shifts + key, mask=placed, other=0)
         if not fixed:
             tl.store(place + at, to, mask=placed)
-        tl.store(filled + to, slot // top_k, mask=placed)
     if fixed:
         tl.store(place + at, to, mask=placed)
         tl.store(filled + to, slot // top_k, mask=placed)
@@ -142,7 +141,6 @@ def place_kernel(
         else:
             tl.store(padding + shift + number, position, mask=exists)
             tl.store(source + position, tl.zeros((block,), tl.int64), mask=exists)
-            tl.store(filled + position, tl.full((block,), -1, tl.int64), mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -318,7 +316,7 @@ def _group(
     is_padded, fixed, num_keys = pad_multiple > 1, counts is None, len(real_L)
     new = partial(torch.empty, dtype=torch.int64, device=keys_SK.device)
     source_R, byrow_N, cu_S, has_key = new(grouped), new(real), new(num_rows + 1), new(num_slots)
-    position_N, source_or_none_R = (new(size) if is_padded or fixed else None for size in (real, grouped))
+    position_N, filled_R = new(real) if is_padded or fixed else None, new(grouped) if fixed else None
     num_padding = num_keys * (pad_multiple - 1) if fixed else grouped - real
     padding, needed = new(num_padding) if is_padded else None, new(()) if fixed else None
     cleaned = torch.empty(num_slots, dtype=keys_SK.dtype, device=keys_SK.device)
@@ -327,7 +325,7 @@ def _group(
         if elements:
             start_kernel[(triton.cdiv(elements, _BLOCK),)](
                 *(keys_SK.contiguous(), cleaned, has_key),
-                *((real_L, source_R, source_or_none_R, position_N, byrow_N) if fixed else [None] * 5),
+                *((real_L, source_R, filled_R, position_N, byrow_N) if fixed else [None] * 5),
                 # A pointer that no mask lets through: without padding there is no such table.
                 *(padding if fixed and is_padded else has_key, num_slots, num_keys * entries_per_key),
                 *(grouped, num_padding),
@@ -339,7 +337,7 @@ def _group(
             block = triton.next_power_of_2(num_keys)
             edges_kernel[(1,)](real_L, padded_L, shifts_L, ends_L, needed, num_keys, pad_multiple, block=block)
         place_kernel[(triton.cdiv(max(real, num_rows + 1, num_keys * (pad_multiple - 1)), _BLOCK),)](
-            *(slot_N, cleaned, seen, real_L, shifts_L, ends_L, source_R, source_or_none_R, position_N, byrow_N, cu_S),
+            *(slot_N, cleaned, seen, real_L, shifts_L, ends_L, source_R, filled_R, position_N, byrow_N, cu_S),
             *(padding, real, num_keys, entries_per_key, num_rows, top_k, pad_multiple),
             is_padded=is_padded,
             fixed=fixed,
@@ -351,8 +349,7 @@ def _group(
         num_grouped=grouped,
         pad_multiple=pad_multiple,
         source_R=source_R,
-        filled_R=source_or_none_R if fixed else None,
-        masked_R=None if fixed else source_or_none_R,
+        filled_R=filled_R,
         slot_N=slot_N,
         position_N=position_N,
         byrow_N=byrow_N,

@@ -40,8 +40,6 @@ def keys_of(rows: int, top_k: int, num_keys: int, dtype: torch.dtype = torch.int
 def expect_equal(found: SlotIndex, expected: SlotIndex) -> None:
     for field in dataclasses.fields(SlotIndex):
         mine, theirs = getattr(found, field.name), getattr(expected, field.name)
-        if field.name == "masked_R":  # torch makes it where it is needed
-            continue
         if field.name in ("real_L", "padded_L") and theirs is None:
             continue
         if isinstance(theirs, Tensor):
@@ -49,7 +47,6 @@ def expect_equal(found: SlotIndex, expected: SlotIndex) -> None:
             assert torch.equal(mine, theirs), field.name
         else:
             assert mine == theirs, field.name
-    assert torch.equal(found.source_or_none(), expected.source_or_none())
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_an_eager_dispatcher_is_caught(backend: str, device: str | None) -> None
 
 READS: dict[str, Callable[[SlotIndex], Any]] = {
     "a count": lambda index: int(index.tokens_per_key(index.cu_S.device)[0].sum()),
-    "a shape": lambda index: index.source_R[index.source_or_none() >= 0],
+    "a shape": lambda index: index.source_R[index.source_R >= 0],
     "an upload": lambda index: torch.arange(4).to(index.cu_S.device),
 }
 

@@ -115,16 +115,20 @@ def test_formulas_of_kernels_count_what_the_interpreter_touches(width: int) -> N
     arguments = (rows, source, out, width, *strides, *out.stride())
     assert touched("gather_kernel", *arguments, grid=(4, blocks), **block)[1] == out.nbytes
     float32: dict[str, Any] = {"accumulate": triton.language.float32, **block}
-    tables = ((source, None), (None, source >= 0))
-    for (sources, is_real), partners, clears in product(tables, (None, out), (False, True)):
+    for partners, clears in product((None, out), (False, True)):
         dots, of_partners = (None, (0, 0)) if partners is None else (torch.empty(4), partners.stride())
-        arguments = (rows, sources, is_real, weights, partners, out, dots, width, *strides, *of_partners, out.stride(0))
+        arguments = (rows, source >= 0, weights, partners, out, dots, width, *strides, *of_partners, out.stride(0))
         touched("weigh_kernel", *arguments, grid=(4,), clears=clears, **float32)
     members, edges = torch.tensor([4, 0, 2]), torch.tensor([0, 2, 2, 3])
     for padding in (None, torch.tensor([3, 4])):
         places, grouped = members.clamp(max=2), out.contiguous()
         arguments = (rows[:3], places, edges, padding, grouped, 3, 4, width, *strides, *grouped.stride())
         touched("scatter_kernel", *arguments, grid=(3 + (padding is not None) * 2, blocks), **block)
+        for partners in (None, grouped):
+            dots, of_partners = (None, (0, 0)) if partners is None else (torch.empty(4), partners.stride())
+            arguments = (rows[:3], places, edges, padding, weights, partners, grouped, dots, 3, 4, width)
+            arguments = (*arguments, *strides, *of_partners, grouped.stride(0))
+            touched("scatter_weighted_kernel", *arguments, grid=(3 + (padding is not None) * 2,), most=2, **float32)
     for given in (None, torch.ones(3)):
         arguments = (rows, members, edges, given, out[:3], width, *strides, *out.stride())
         touched("sum_bags_kernel", *arguments, grid=(3, blocks), **float32)

@@ -243,11 +243,25 @@ def scatter_bytes(given: Any) -> tuple[int, int]:
     return tables * blocks + used * width * given.rows.element_size(), written
 
 
+def scatter_weighted_bytes(given: Any) -> tuple[int, int]:
+    """Return what ``scatter_weighted_kernel`` reads and writes."""
+    count, width, counts, partners = given.num_rows, given.width, given.edges.diff(), given.partners
+    copies, used = int(counts.sum()), int((counts > 0).sum())
+    padding = given.edges[:0] if given.padding is None else given.padding
+    cleared = copies + int((padding < given.num_grouped).sum())
+    read = 8 * (2 * count + copies + len(padding)) + copies * given.weights.element_size()
+    read += used * width * given.rows.element_size()
+    written = cleared * width * given.out.element_size()
+    if partners is not None:
+        read += copies * width * partners.element_size()
+        written += cleared * given.dots.element_size()
+    return read, written
+
+
 def weigh_bytes(given: Any) -> tuple[int, int]:
     """Return what ``weigh_kernel`` reads and writes."""
-    table, width, partners = given.is_real if given.source is None else given.source, given.width, given.partners
-    count, real = len(table), int((table if given.source is None else table >= 0).sum())
-    read = table.nbytes + real * (width * given.rows.element_size() + given.weights.element_size())
+    count, real, width, partners = len(given.is_real), int(given.is_real.sum()), given.width, given.partners
+    read = count + real * (width * given.rows.element_size() + given.weights.element_size())
     written = (count if given.clears else real) * width * given.out.element_size()
     if partners is not None:
         read += real * width * partners.element_size()

@@ -23,7 +23,15 @@ from triton.runtime.jit import JITFunction
 from moe_dispatch_testing.host_syncs import allow_host_syncs
 from tests.simulated_cuda import values
 from tests.simulated_cuda.device import note_access, placed
-from tests.simulated_cuda.traffic import Touched, gather_bytes, note_traffic, scatter_bytes, sum_bags_bytes, weigh_bytes
+from tests.simulated_cuda.traffic import (
+    Touched,
+    gather_bytes,
+    note_traffic,
+    scatter_bytes,
+    scatter_weighted_bytes,
+    sum_bags_bytes,
+    weigh_bytes,
+)
 
 # The interpreter replaces functions of triton.language while it runs, so that no other thread may compile.
 _lock = threading.RLock()
@@ -146,9 +154,27 @@ def _scatter(given: Any) -> None:
         given.out[given.padding[given.padding < given.num_grouped]] = 0
 
 
+def _scatter_weighted(given: Any) -> None:
+    counts = given.edges.diff()
+    places = given.places[int(given.edges[0]) : int(given.edges[-1])]
+    if len(places):
+        source = torch.arange(len(counts)).repeat_interleave(counts)
+        values = _taken(given.rows, source, _accumulate(given))
+        found = torch.empty(len(places), given.out.shape[1], dtype=given.out.dtype)
+        _store(found, values * given.weights[places].to(values.dtype).unsqueeze(1))
+        given.out[places] = found
+        if given.partners is not None:
+            given.dots[places] = (values * given.partners[places].to(values.dtype)).sum(1)
+    if given.padding is not None:
+        padding = given.padding[given.padding < given.num_grouped]
+        given.out[padding] = 0
+        if given.partners is not None:
+            given.dots[padding] = 0
+
+
 def _weigh(given: Any) -> None:
-    source = given.source if given.source is not None else _own_rows(given.is_real)
-    found, exists = _taken(given.rows, source, _accumulate(given)), source >= 0
+    exists = given.is_real
+    found = given.rows.to(_accumulate(given)).masked_fill(~exists.unsqueeze(1), 0)
     weights = torch.where(exists, given.weights.to(found.dtype), 0)
     products = found * weights.unsqueeze(1)
     if given.clears:
@@ -160,10 +186,6 @@ def _weigh(given: Any) -> None:
     if given.partners is not None:
         partners = given.partners.to(found.dtype).masked_fill(~exists.unsqueeze(1), 0)
         given.dots.copy_((found * partners).sum(1))
-
-
-def _own_rows(is_real: Tensor) -> Tensor:
-    return torch.where(is_real, torch.arange(len(is_real)), -1)
 
 
 def _sum_bags(given: Any) -> None:
@@ -182,6 +204,7 @@ def _sum_bags(given: Any) -> None:
 _IN_TORCH: dict[str, tuple[Callable[[Any], None], Callable[[Any], tuple[int, int]]]] = {
     "gather_kernel": (_gather, gather_bytes),
     "scatter_kernel": (_scatter, scatter_bytes),
+    "scatter_weighted_kernel": (_scatter_weighted, scatter_weighted_bytes),
     "weigh_kernel": (_weigh, weigh_bytes),
     "sum_bags_kernel": (_sum_bags, sum_bags_bytes),
 }
