@@ -79,8 +79,7 @@ class ExpertMajorRoute(Route):
             if isinstance(arrived, Tensor):
                 return arrived.to(grad_TD.dtype), None
             return arrived.gradient(grad_TD.dtype), None
-        wide = accumulation_dtype(grad_TD.dtype)
-        grad_RD = arrived.to(wide) if isinstance(arrived, Tensor) else arrived.decoded(wide)
+        grad_RD = arrived if isinstance(arrived, Tensor) else arrived.decoded(accumulation_dtype(grad_TD.dtype))
         return _kernels(grad_RD).weigh(
             grad_RD, weights_R, self.is_real, grad_TD.dtype, partners_RD=rows_RD, clears=True
         )
