@@ -58,10 +58,10 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("alltoall", "eager"): Setting("alltoall", 4, "alltoall", {}, _NEAR),
     ("alltoall", "graph-safe"): Setting("alltoall", 4, "alltoall", SAFE),
     ("alltoall", "balanced"): Setting("alltoall", 4, "alltoall", {**SAFE, "balance": "exact"}),
-    ("alltoall", "float8"): Setting("alltoall", 4, "alltoall", {"wire_dtype": "float8_e4m3fn"}, _WIRE),
-    ("alltoall", "mxfp8"): Setting("alltoall", 4, "alltoall", {"wire_dtype": "mxfp8"}, _WIRE),
+    ("alltoall", "float8"): Setting("alltoall", 4, "alltoall", {"wire": "float8_e4m3fn"}, _WIRE),
+    ("alltoall", "mxfp8"): Setting("alltoall", 4, "alltoall", {"wire": "mxfp8"}, _WIRE),
     ("alltoall", "mxfp8-quantised"): Setting(
-        "alltoall", 4, "alltoall", {"wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32}, _WIRE
+        "alltoall", 4, "alltoall", {"wire": {"dtype": "mxfp8", "deliver": "quantised"}, "pad_multiple": 32}, _WIRE
     ),
     ("alltoall-levels-2", "eager"): Setting(TWO_LEVELS, 4, "alltoall", {}),
     ("allgather", "eager"): Setting("allgather", 4, "allgather", {}, _NEAR),
@@ -127,8 +127,13 @@ def _on_rank(group: Any, recorder: Any, setting: Setting, calls: list[str]) -> d
         before = len(calls)
         touched[verb] = recorder(rank, partial(step.run, verb))
         called[verb] = len(calls) - before
-    quantised = fields.get("deliver") == "quantised"
-    widths = floor.Widths(hidden=HIDDEN, top_k=TOP_K, wire=fields.get("wire_dtype"), delivers_quantised=quantised)
+    wire = dispatcher.config.wire_options
+    widths = floor.Widths(
+        hidden=HIDDEN,
+        top_k=TOP_K,
+        wire=None if wire is None else wire.dtype,
+        delivers_quantised=getattr(wire, "deliver", "rows") == "quantised",
+    )
     if setting.release is None:
         rows = floor.volume(step.sent, TOKENS, TOKENS * setting.ranks)
     else:

@@ -55,7 +55,7 @@ class Widths:
     Attributes:
         hidden: D.
         top_k: K.
-        wire: ``wire_dtype`` of the config.
+        wire: ``wire.dtype`` of the config.
         delivers_quantised: Whether experts get rows as they travelled.
     """
 
