@@ -6,13 +6,14 @@ import ctypes
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import final
+from typing import Any, final
 
 from moe_dispatch.errors import ConfigError
 
@@ -110,3 +111,22 @@ def import_whole(name: str, package: str) -> ModuleType:
                 if other.partition(".")[0] == package:
                     del sys.modules[other]
             raise
+
+
+def imported_on_use(
+    namespace: dict[str, Any], **modules: str
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a package that imports some of its names on first use.
+
+    Args:
+        namespace: The ``globals()`` of the package.
+        **modules: The module of each of these names.
+    """
+
+    def get(name: str) -> object:
+        if name not in modules:
+            raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
+        value = namespace[name] = getattr(import_module(modules[name]), name)
+        return value
+
+    return get, lambda: sorted({*namespace, *modules})

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from moe_dispatch._former_fields import former_field, former_variable
 from moe_dispatch._options import FROZEN, SHORT, Count, Options, name_in, spelled_out, with_option
 from moe_dispatch._probing import how_to_install, require_plug_in
 from moe_dispatch._slots import BalanceName, SlotOptions, load_slot_options
@@ -425,6 +424,8 @@ def _advice(where: tuple[int | str, ...], value: object, fields: Mapping[str, An
     name, is_field = str(where[-1]), len(where) == 1
     if is_field and _holds_fields(value):
         return f" It holds the fields of a config, which must not be below a key. Pass what {name!r} holds."
+    from moe_dispatch._former_fields import former_field  # noqa: PLC0415 - for an error only
+
     if is_field and (told := former_field(name, fields)) is not None:
         return f" {told}"
     if is_field and name in _OF_THE_GROUP:
@@ -468,7 +469,10 @@ def overridden(fields: Mapping[str, Any], environment: Mapping[str, str]) -> tup
             except ConfigError as error:
                 raise ConfigError(f"DispatcherConfig.load: {variable}: {error}") from None
             read.append(variable)
-        elif (told := former_variable(field, ENVIRONMENT_PREFIX)) is not None:
+            continue
+        from moe_dispatch._former_fields import former_variable  # noqa: PLC0415 - for a foreign variable only
+
+        if (told := former_variable(field, ENVIRONMENT_PREFIX)) is not None:
             misspelled.append(f"{variable}: no such field. {told}")
         # A lower cutoff would refuse MOE_DISPATCH_BACKEND_PORT, which Kubernetes sets for a service.
         elif near := difflib.get_close_matches(field, DispatcherConfig.model_fields, n=1, cutoff=0.8):

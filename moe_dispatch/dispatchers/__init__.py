@@ -33,9 +33,9 @@ observers behind ``moe_dispatch._observers`` hear of the call if there are any. 
 graph-safe calls, and the plug-ins ``moe_dispatch.balance`` and ``moe_dispatch.steps``.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from moe_dispatch._probing import imported_on_use
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, build_dispatcher
 from moe_dispatch.dispatchers.metrics import Metrics
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
@@ -45,22 +45,11 @@ if TYPE_CHECKING:
     from moe_dispatch.steps.chunks import run_in_chunks
     from moe_dispatch.steps.join import join
 else:
-    _PLUG_INS = {
-        "SlotWeights": "moe_dispatch.balance.slot_weights",
-        "join": "moe_dispatch.steps.join",
-        "run_in_chunks": "moe_dispatch.steps.chunks",
-    }
-
-    def __getattr__(name):
-        """Import a name of a plug-in on first use."""
-        if name not in _PLUG_INS:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(_PLUG_INS[name]), name)
-        return value
-
-    def __dir__():
-        """Return all names, also those that are not imported yet."""
-        return sorted({*globals(), *_PLUG_INS})
-
+    __getattr__, __dir__ = imported_on_use(
+        globals(),
+        SlotWeights="moe_dispatch.balance.slot_weights",
+        join="moe_dispatch.steps.join",
+        run_in_chunks="moe_dispatch.steps.chunks",
+    )
 
 __all__ = ["Dispatcher", "Metrics", "RequiredCapacity", "SlotWeights", "build_dispatcher", "join", "run_in_chunks"]

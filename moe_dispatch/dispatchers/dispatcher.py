@@ -22,7 +22,6 @@ from moe_dispatch.dispatchers.agreement import settle, tell_peers
 from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel, profiler_range
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
-from moe_dispatch.dispatchers.self_test import run_self_test
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
 from moe_dispatch.layouts import BSHD, Layout, Rows
 from moe_dispatch.permutation import accumulation_dtype
@@ -453,6 +452,8 @@ class Dispatcher(nn.Module):
         Cost: collective; one dispatch and combine of about 32 rows a rank, forward and backward. The metrics count
         these calls.
         """
+        from moe_dispatch.dispatchers.self_test import run_self_test  # noqa: PLC0415 - other calls never need it
+
         preferred = torch.device(device or self.config.device or "cpu")
         run_self_test(self, device_of(self._channel.communicator.group, preferred), dtype)
 

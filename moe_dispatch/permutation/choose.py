@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import logging
+import pkgutil
 from functools import cache
 
 from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, did_you_mean
 from moe_dispatch.permutation.base import Permutation
 from moe_dispatch.permutation.rows import TorchPermutation
-from moe_dispatch.permutation.te_rows import TransformerEnginePermutation
-from moe_dispatch.permutation.triton_rows import TritonPermutation
 
 logger = logging.getLogger("moe_dispatch")
 
-_CLASSES: dict[str, type[Permutation]] = {
-    cls.name: cls for cls in (TorchPermutation, TritonPermutation, TransformerEnginePermutation)
+# Each is imported when it is asked for.
+_CLASSES = {
+    "torch": "moe_dispatch.permutation.rows:TorchPermutation",
+    "triton": "moe_dispatch.permutation.triton_rows:TritonPermutation",
+    "te": "moe_dispatch.permutation.te_rows:TransformerEnginePermutation",
 }
+
+
+def _class_of(name: str) -> type[Permutation]:
+    found: type[Permutation] = pkgutil.resolve_name(_CLASSES[name])
+    return found
 
 
 def known_permutations() -> list[str]:
@@ -26,7 +33,7 @@ def known_permutations() -> list[str]:
 
 def probe_permutation(name: str, device_type: str) -> Usable | Rejected:
     """Return whether a known permutation can move rows on devices of this type. Never raises."""
-    return _CLASSES[name].probe(device_type)
+    return _class_of(name).probe(device_type)
 
 
 @cache
@@ -49,7 +56,7 @@ def choose_permutation(name: str, device_type: str) -> Permutation:
             return TorchPermutation()
         verdict = probe_permutation("triton", device_type)
         if isinstance(verdict, Usable):
-            return TritonPermutation()
+            return _class_of("triton")()
         logger.warning("permutation=\"auto\": using 'torch', because 'triton' cannot be used: %s.", verdict.reason)
         return TorchPermutation()
     if name not in _CLASSES:
@@ -64,4 +71,4 @@ def choose_permutation(name: str, device_type: str) -> Permutation:
             f"Permutation {name!r} cannot be used here: {verdict.reason}. "
             f"Repair that, or choose one of: auto, {', '.join(usable)}."
         )
-    return _CLASSES[name]()
+    return _class_of(name)()

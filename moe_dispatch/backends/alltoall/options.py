@@ -1,21 +1,18 @@
 """``alltoall``: each row goes once to each rank that owns one of its experts, and one sum comes back from each.
 
 This module has the options, and what follows from them before the backend is open. ``backend`` moves the rows of an
-eager dispatch; ``fixed`` those of graph-safe mode; ``two_level`` and ``exact`` are the other two forms.
+eager dispatch; ``fixed`` those of graph-safe mode; ``two_level`` and ``exact`` are the other two forms. A form
+is loaded when a config asks for it.
 """
 
 from __future__ import annotations
 
-import logging
-from typing import Annotated, Literal, final
+from typing import TYPE_CHECKING, Annotated, Literal, final
 
 import torch
 from pydantic import Field, model_validator
 
 from moe_dispatch.backends.alltoall.backend import AllToAll
-from moe_dispatch.backends.alltoall.exact import ExactAllToAll
-from moe_dispatch.backends.alltoall.fixed import FixedAllToAll, send_table_bytes
-from moe_dispatch.backends.alltoall.two_level import WITHIN_NODE, Nodes, TwoLevelAllToAll, nodes_of
 from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, Constraints, MoEShape, grouped_bytes
 from moe_dispatch.backends.capacity import CapacityFactor, Factor, capacity_of
 from moe_dispatch.backends.volume import SentBytes, Volume
@@ -24,7 +21,8 @@ from moe_dispatch.errors import ConfigError
 from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.types import Capacity, Sizes
 
-logger = logging.getLogger("moe_dispatch")
+if TYPE_CHECKING:
+    from moe_dispatch.backends.alltoall.two_level import Nodes
 
 
 @final
@@ -69,7 +67,7 @@ class AllToAllOptions(BackendOptions):
             "work"
         )
         if self.levels == 2:
-            nodes_of(shape, self.ranks_per_node)
+            self._nodes(shape)
             reason = "levels=2 has no exchange of fixed size; levels=1 would work"
         return Constraints(
             exchanges_counts=not shape.graph_safe,
@@ -97,12 +95,12 @@ class AllToAllOptions(BackendOptions):
         gradient = (
             back if shape.grad_wire_dtype is None else row_format(dtype, shape.hidden_size, shape.grad_wire_dtype)
         )
-        exact, nodes = self.reduction == "exact", self._nodes(shape, rank=0)
+        exact, nodes = self.reduction == "exact", self._nodes(shape)
         legs, width = {"": volume}, 1 + shape.num_local_experts
         if nodes is not None:
             if volume.legs is None or shape.ranks_per_node not in (None, nodes.ranks_per_node):
                 return None
-            legs, width = dict(zip(("", WITHIN_NODE), volume.legs, strict=True)), width + nodes.num_columns
+            legs, width = dict(zip(nodes.suffixes, volume.legs, strict=True)), width + nodes.num_columns
         sent = {} if shape.graph_safe else {"counts": volume.others * 8 * width}
         for suffix, leg in legs.items():
             out, returned, slots = leg.pairs_out, leg.pairs_in, shape.top_k
@@ -119,6 +117,8 @@ class AllToAllOptions(BackendOptions):
         return SentBytes(sent=sent, row_dtypes=(there.row.numbers, back.numbers))
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
+        from moe_dispatch.backends.alltoall.fixed import send_table_bytes  # noqa: PLC0415 - graph-safe mode only
+
         assert sizes.capacity is not None
         assert sizes.capacity.pair_rows is not None
         places = shape.ep_size * sizes.capacity.pair_rows
@@ -128,30 +128,26 @@ class AllToAllOptions(BackendOptions):
         return {**found, "wire": 2 * places * form.stride}
 
     def open(self, context: BackendContext) -> Backend:
-        comm, shape = context.communicator, context.shape
-        nodes = self._nodes(shape, comm.rank)
-        if self.levels == 2 and comm.rank == 0:
-            logger.info(
-                "backend 'alltoall': levels=2, ranks per node: %d (%s), %s.",
-                nodes_of(shape, self.ranks_per_node),
-                "detected" if self.ranks_per_node is None else "configured",
-                f"nodes: {nodes.num_nodes}" if nodes else f"ranks: {comm.size}, so it works as levels=1",
-            )
-        if shape.graph_safe:
-            return FixedAllToAll(context)
-        if nodes is not None:
-            return TwoLevelAllToAll(context, nodes)
-        return ExactAllToAll(context) if self.reduction == "exact" else AllToAll(context)
+        if context.shape.graph_safe:
+            from moe_dispatch.backends.alltoall.fixed import FixedAllToAll  # noqa: PLC0415 - graph-safe mode only
 
-    def _nodes(self, shape: MoEShape, rank: int) -> Nodes | None:
-        """Return the nodes of the group, seen from a rank, if rows travel in two legs; None if they travel in one."""
-        size = nodes_of(shape, self.ranks_per_node)
-        if self.levels == 1 or size in (1, shape.ep_size):
+            return FixedAllToAll(context)
+        if self.levels == 2:
+            from moe_dispatch.backends.alltoall.two_level import open_levels  # noqa: PLC0415 - levels=2 only
+
+            opened = open_levels(context, self.ranks_per_node, exact=self.reduction == "exact")
+            if opened is not None:
+                return opened
+        if self.reduction == "exact":
+            from moe_dispatch.backends.alltoall.exact import ExactAllToAll  # noqa: PLC0415 - reduction="exact" only
+
+            return ExactAllToAll(context)
+        return AllToAll(context)
+
+    def _nodes(self, shape: MoEShape) -> Nodes | None:
+        """Return the nodes of the group, seen from rank 0, if rows travel in two legs; None if they travel in one."""
+        if self.levels == 1:
             return None
-        return Nodes(
-            rank=rank,
-            ranks_per_node=size,
-            num_nodes=shape.ep_size // size,
-            num_local_experts=shape.num_local_experts,
-            exact=self.reduction == "exact",
-        )
+        from moe_dispatch.backends.alltoall.two_level import nodes_seen_from  # noqa: PLC0415 - levels=2 only
+
+        return nodes_seen_from(0, shape, self.ranks_per_node, exact=self.reduction == "exact")

@@ -16,6 +16,7 @@ groups of their own: NCCL skips ranks without rows, and gloo sends them an empty
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -36,6 +37,8 @@ from moe_dispatch.backends.rank_major import RankMajorRoute
 from moe_dispatch.communication import to_device
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.types import Sizes
+
+logger = logging.getLogger("moe_dispatch")
 
 WITHIN_NODE = ".within_node"  # behind the labels of the collectives of the second leg
 
@@ -77,6 +80,11 @@ class Nodes:
     num_nodes: int
     num_local_experts: int
     exact: bool
+
+    @property
+    def suffixes(self) -> tuple[str, str]:
+        """What stands behind the labels of the collectives of each leg."""
+        return "", WITHIN_NODE
 
     @property
     def relays(self) -> range:
@@ -235,3 +243,41 @@ class TwoLevelAllToAll(AllToAll):
             return AllToAllRoute(context=context, legs=legs, index=index)
         way, weights_TK, inner_way = exact
         return ExactRoute(context=context, legs=legs, ways=(way, inner_way), index=index, weights_TK=weights_TK)
+
+
+def nodes_seen_from(rank: int, shape: MoEShape, ranks_per_node: int | None, *, exact: bool) -> Nodes | None:
+    """Return the nodes of the group, seen from a rank, if rows travel in two legs; None if they travel in one.
+
+    Args:
+        rank: Number of the rank.
+        shape: As in ``nodes_of``.
+        ranks_per_node: As in ``nodes_of``.
+        exact: Whether slots are counted too, for ``reduction="exact"``.
+
+    Raises:
+        ConfigError: The ranks cannot be divided among nodes of this size.
+    """
+    size = nodes_of(shape, ranks_per_node)
+    if size in (1, shape.ep_size):
+        return None
+    return Nodes(
+        rank=rank,
+        ranks_per_node=size,
+        num_nodes=shape.ep_size // size,
+        num_local_experts=shape.num_local_experts,
+        exact=exact,
+    )
+
+
+def open_levels(context: BackendContext, ranks_per_node: int | None, *, exact: bool) -> TwoLevelAllToAll | None:
+    """Open the backend with two levels, and log the nodes. Return None if the second level would save nothing."""
+    comm = context.communicator
+    nodes = nodes_seen_from(comm.rank, context.shape, ranks_per_node, exact=exact)
+    if comm.rank == 0:
+        logger.info(
+            "backend 'alltoall': levels=2, ranks per node: %d (%s), %s.",
+            nodes_of(context.shape, ranks_per_node),
+            "detected" if ranks_per_node is None else "configured",
+            f"nodes: {nodes.num_nodes}" if nodes else f"ranks: {comm.size}, so it works as levels=1",
+        )
+    return None if nodes is None else TwoLevelAllToAll(context, nodes)
