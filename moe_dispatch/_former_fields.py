@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moe_dispatch._options import SHORT, spelled_out
+from moe_dispatch.backends.registry import backends_with
 from moe_dispatch.errors import shown
 
 # By former field, the field and the option that took its place.
@@ -40,6 +41,8 @@ def former_field(former: str, fields: Mapping[str, Any]) -> str | None:
     short = SHORT[field]
     if not options:
         return f"Leave out {former}."
+    if field in _EXAMPLES and short not in options:
+        options = {str(short): fields.get("grad_wire_dtype") or _EXAMPLES[field], **options}
     if short is not None and [*options] == [short]:
         return f"Write {field}={_written(options[short])}."
     return f"Write {field}={{{', '.join(f'{_written(name)}: {_written(value)}' for name, value in options.items())}}}."
@@ -57,9 +60,14 @@ def _moved(field: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield option, value
 
 
+# What a mapping must have, where only a former field of its other options was given.
+_EXAMPLES: dict[str, Any] = {"wire": "mxfp8", "chunks": 4096}
+
 # Former fields with values that asked for nothing.
 _WITHOUT_EFFECT = [
     *((former, None) for former in FORMER),
+    ("balance_bound", 1.0),
+    ("capacity_factor", "worst"),
     ("grad_wire_dtype", False),
     ("deliver", "rows"),
     ("chunk_recompute", False),
@@ -68,11 +76,17 @@ _WITHOUT_EFFECT = [
 
 
 def former_variable(former: str, prefix: str) -> str | None:
-    """Say which variable of the environment took the place of the variable of a former field; None for others."""
+    """Say which variable took the place of that of a former field, or has two underscores; None for others."""
+    for field in SHORT:
+        option = former.removeprefix(f"{field}_")
+        known = backends_with(option) if field == "backend" else (field, option) in FORMER.values()
+        if former != option and known and former not in FORMER:
+            return f"Set {prefix}{field.upper()}__{option.upper()}."
     if former not in FORMER:
         return None
     field, option = FORMER[former]
-    return f"Set {prefix}{(field if option == SHORT[field] else f'{field}__{option}').upper()}."
+    value = "=true" if former == "grad_wire_dtype" else ""
+    return f"Set {prefix}{(field if option == SHORT[field] else f'{field}__{option}').upper()}{value}."
 
 
 def _written(value: object) -> str:

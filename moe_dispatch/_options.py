@@ -52,7 +52,7 @@ def name_in(field: str, options: Mapping[str, Any], example: str) -> str:
     name = options.get(option)
     if not isinstance(name, str):
         told = f'{field}: a mapping must have "{option}", a string, got {shown(options)}.'
-        raise ConfigError(f'{told} Write {{"{option}": "{example}"}}.')
+        raise ConfigError(f'{told} Write {{"{option}": "{example}", ...}}.')
     return name
 
 
@@ -73,6 +73,7 @@ def with_option(fields: Mapping[str, Any], field: str, option: str, value: Any) 
         given = {"name": "auto"} if field == "backend" else {}
     if not isinstance(given, Mapping):
         if field not in SHORT or given is False:
-            raise ConfigError(f"{field} has no options, because it is {shown(given)}.")
+            turned_on = " Set it to true." if given is False else ""
+            raise ConfigError(f"{field} has no options, because it is {shown(given)}.{turned_on}")
         given = spelled_out(field, given)
     return {**given, option: value}

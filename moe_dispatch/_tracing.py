@@ -6,9 +6,9 @@ for an operator of ``torch.ops.moe_dispatch``. Eager calls work without it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
 
 import torch
@@ -111,8 +111,8 @@ class _Operators(_OpNamespace):
     __module__ = _OpNamespace.__module__  # part of the name of an operator in a saved program
 
     def __getattr__(self, name: str) -> Any:
-        if _IS_INSTALLED and f"{_PACKAGE}.operators" not in sys.modules and not name.startswith("_"):
-            traced_calls()
+        if _IS_INSTALLED and not name.startswith("_"):
+            import_module(f"{_PACKAGE}.operators")  # waits if another thread is importing it
         return super().__getattr__(name)
 
 

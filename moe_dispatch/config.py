@@ -198,7 +198,7 @@ class DispatcherConfig(BaseModel):
                 static and self.max_tokens_per_rank is None,
                 'graph_safe and row_counts="static" need max_tokens_per_rank.',
             ),
-            (bounds and not self.graph_safe, f"{bounds} needs graph_safe. Otherwise buffers follow the routing."),
+            (bounds and not self.graph_safe, f"{bounds} needs graph_safe=True. Otherwise buffers follow the routing."),
         ):
             if broken:
                 raise ConfigError(rule)

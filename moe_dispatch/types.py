@@ -263,7 +263,7 @@ class Dispatched:
 
     @property
     def _graph_safe(self) -> bool:
-        graph_safe: bool = self.state.lease.enter().config.graph_safe
+        graph_safe = bool(self.state.lease.enter().config.graph_safe)
         return graph_safe
 
     @property

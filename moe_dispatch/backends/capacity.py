@@ -42,11 +42,12 @@ class GraphSafeOptions(Options):
 
     def check(self, config: DispatcherConfig) -> None:
         if config.row_counts_policy != "static":
-            raise ConfigError(f'graph_safe needs row_counts "static", got {config.row_counts!r}.')
+            raise ConfigError(f'graph_safe needs row_counts "static", got {config.row_counts!r}. Leave row_counts out.')
         bounds = {"graph_safe.capacity_factor": self.capacity_factor, **config.backend_bounds}
         finite = [f"{name}={bound!r}" for name, bound in bounds.items() if bound != "worst"]
         if finite and self.on_overflow is None:
-            raise ConfigError(f'graph_safe.on_overflow must be "raise" or "drop" with {" and ".join(finite)}.')
+            offered = '"raise", "drop" or "drop_by_position"'
+            raise ConfigError(f"graph_safe.on_overflow must be {offered} with {' and '.join(finite)}.")
 
 
 def capacity_of(shape: MoEShape, *, pair_factor: CapacityFactor | None = None) -> Capacity:

@@ -28,7 +28,7 @@ from moe_dispatch.compiling.registration import operator
 from moe_dispatch.compiling.routes import RouteForm, Tables, load_form
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import tell_peers
-from moe_dispatch.dispatchers.autograd import double_backward, finish, pad, start, trim
+from moe_dispatch.dispatchers.autograd import Call, double_backward, finish, pad, start, trim
 from moe_dispatch.dispatchers.channel import Channel, open_by_name, profiler_range
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.layouts import Rows
@@ -156,19 +156,18 @@ def dispatch(
     form, given = _form_of(link), Numbers(*numbers)
     with torch.no_grad(), profiler_range("dispatch"):
         plan = _checked_plan(link, rows, Routing(ids, weights), real_rows, valid, given.sizes)
-        departed = start(
-            link,
-            rows,
-            ids,
-            weights,
-            plan,
+        call = Call(
+            x_TD=rows,
+            ids_TK=ids,
+            weights_TK=weights,
+            plan=plan,
             real_rows=real_rows,
             valid_T=valid,
             slots=load_slot_options().restored(table) if table else None,
             grad_enabled=grad_enabled,
             layer=given.layer,
         )
-        arrived = finish(departed)
+        arrived = finish(start(link, call))
     rows_RD, *parts = _flat_rows(arrived.rows, rows.dtype)
     weights_R, real_L, *route = _own(arrived.weights, arrived.real_tokens_per_expert, *form.tensors(arrived.route))
     return DispatchResults(rows_RD, weights_R, real_L, parts, route).flat()

@@ -19,7 +19,7 @@ from moe_dispatch._slots import Assigned, Slots
 from moe_dispatch.backends.base import Arrived, Route
 from moe_dispatch.communication import HostCopy, raise_alike
 from moe_dispatch.dispatchers.agreement import UNTOLD, described, facts_of, mark_of, settle, tell_peers
-from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
+from moe_dispatch.dispatchers.channel import Channel, InvalidIds, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
@@ -80,6 +80,38 @@ def trim(tensor: Tensor, real_rows: Tensor | None, num_rows: int) -> Tensor:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Call:
+    """A dispatch as a rank has checked it alone, before it asks other ranks.
+
+    Attributes:
+        x_TD: All rows of the model.
+        ids_TK: int64, the ids of the router for all rows. No row names an expert twice.
+        weights_TK: Weights of all rows, in the accumulation dtype.
+        plan: A plan, or the draft of one.
+        real_rows: int64, the indices of the rows to send; None sends all rows.
+        valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
+        slots: The expert slots in force; None if every rank holds its own experts only.
+        grad_enabled: Whether the call records gradients.
+        wants_weights: Whether the weights of the model require grad; in compiled code, True.
+        lease: Lease of the dispatcher; None if an operator makes the dispatch.
+        layer: Number of the layer for the meter, ``Lease.layer``; -1 in compiled code.
+    """
+
+    x_TD: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    plan: Plan
+    real_rows: Tensor | None
+    valid_T: Tensor | None
+    slots: Slots | None
+    grad_enabled: bool
+    wants_weights: bool = True
+    lease: Lease | None = None
+    layer: int = -1
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Departed:
     """A dispatch that ``start`` has handed to the backend.
 
@@ -90,8 +122,7 @@ class Departed:
         real_rows: int64, the indices of the rows that are sent; None if all are.
         given_TK: The ids of the router, of the rows that are sent.
         outcome: int64 (), what ``valid_ids`` found about them.
-        unread: Copy of ``outcome`` that the host reads when the rows have arrived; None if the call raises earlier, or
-            reports invalid ids in ``check``.
+        unread: Copy of ``outcome`` that the host reads when the rows have arrived, if ``InvalidIds.ALONE`` holds.
         valid_T: bool, whether each row is a token, if ids of other rows became -1; else None.
         assigned: The expert slots of this dispatch; None if every rank holds its own experts only.
         layer: Number of the layer for the meter, ``Lease.layer``; -1 in compiled code.
@@ -111,85 +142,47 @@ class Departed:
     recomputed: bool
 
 
-def start(
-    channel: Channel,
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    plan: Plan,
-    *,
-    real_rows: Tensor | None,
-    valid_T: Tensor | None,
-    slots: Slots | None,
-    grad_enabled: bool,
-    wants_weights: bool = True,
-    lease: Lease | None = None,
-    async_op: bool = False,
-    layer: int = -1,
-) -> Departed:
+def start(channel: Channel, call: Call, *, async_op: bool = False) -> Departed:
     """Clean the ids, settle the sizes if the plan has none, pad, and start to send.
 
-    Slots with an invalid id go nowhere. In graph-safe mode, ``check`` reports them. Otherwise the call raises. If the
-    ranks exchange counts, or agree on sizes on the device of the rows, it raises before rows travel, and the peers
-    raise too. Without such an exchange it raises after the rows have arrived, and the peers wait in their next call.
+    Slots with an invalid id go nowhere. ``InvalidIds`` says who hears of them, and when.
 
     Args:
         channel: Channel of the dispatcher.
-        x_TD: All rows of the model.
-        ids_TK: int64, the ids of the router for all rows. No row names an expert twice.
-        weights_TK: Weights of all rows, in the accumulation dtype.
-        plan: A plan, or the draft of one.
-        real_rows: int64, the indices of the rows to send; None sends all rows.
-        valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
-        slots: The expert slots in force; None if every rank holds its own experts only.
-        grad_enabled: Whether the call records gradients.
-        wants_weights: Whether the weights of the model require grad; in compiled code, True.
-        lease: Lease of the dispatcher; None if an operator makes the dispatch.
+        call: The dispatch.
         async_op: Whether the caller does other work before ``finish``.
-        layer: Number of the layer for the meter; -1 in compiled code.
 
     Raises:
         InputError: An id is invalid; or the ranks exchange counts, and another rank makes a different call.
         PeerError: The ranks exchange counts or sizes, and another rank refused its call.
     """
-    config, needs, facts = channel.config, channel.needs, facts_of(x_TD.dtype, grad_enabled)
-    assigned, mark, number = None, None, None if lease is None else lease.number
+    config, needs, slots, plan = channel.config, channel.needs, call.slots, call.plan
+    facts, heard = facts_of(call.x_TD.dtype, call.grad_enabled), channel.hears_invalid_ids[plan.settled]
+    mark = None
     if needs.exchanges_counts:
-        mark = mark_of(x_TD.dtype, grad_enabled, number, wants_weights)
-    asks, num_experts = not config.graph_safe, config.num_experts
-    summed = channel.num_summed > 0 and not plan.settled
-    try:
-        if real_rows is not None:
-            ids_TK = ids_TK.index_select(0, real_rows)
-        given_TK, permutation = ids_TK, channel.context.permutations[type(ids_TK), ids_TK.device.type]
-        ids_TK, outcome = permutation.valid_ids(ids_TK, num_experts, mark if asks else None, valid_T=valid_T, asks=asks)
-        if slots is not None and not slots.collective:
-            assigned = slots.assign(channel, ids_TK)
-            ids_TK = assigned.ids_TK
-    except Exception as error:
-        tell_peers(channel, error, in_dispatch=True, x=x_TD, has_sizes=plan.settled)
-        raise
-    count, problem = ids_TK.shape[0], partial(problem_of_ids, given_TK, num_experts, valid_T)
+        number = None if call.lease is None else call.lease.number
+        mark = mark_of(call.x_TD.dtype, call.grad_enabled, number, call.wants_weights)
+    given_TK, ids_TK, outcome, assigned = _own_ids(channel, call, mark)
+    count, problem = ids_TK.shape[0], partial(problem_of_ids, given_TK, config.num_experts, call.valid_T)
     if config.debug or not plan.settled:
-        # With a mark, the outcome is the mark, and the exchange of counts tells the peers.
-        invalid = outcome if mark is None else None
-        plan = settle(channel, plan, facts=facts, lease=lease, ids_TK=ids_TK, invalid=invalid, problem=problem)
+        invalid = outcome if mark is None else None  # with a mark, the outcome is the mark
+        plan = settle(channel, plan, facts=facts, lease=call.lease, ids_TK=ids_TK, invalid=invalid, problem=problem)
     if plan.num_chunks > 1:  # all ranks know this number, so all of them raise
         raise needs_chunks(plan, config)
     sizes = plan.sizes
     if sizes.capacity is not None:
-        channel.meter.prepare(x_TD.device, layer)
+        channel.meter.prepare(call.x_TD.device, call.layer)
     if slots is not None and slots.collective:
         assigned = slots.assign(channel, ids_TK)
         ids_TK = assigned.ids_TK
-    marks = [] if mark is None else [outcome if asks else torch.where(outcome > 0, -1, mark)]
-    unread = None if summed or mark is not None or sizes.capacity is not None else HostCopy(outcome)
+    marks = [] if mark is None else [torch.where(outcome > 0, -1, mark) if config.graph_safe else outcome]
+    unread = HostCopy(outcome) if heard is InvalidIds.ALONE else None
     padded = sizes.padded_rows
     if padded is None:
         padded = count if needs.row_multiple == 1 and count >= needs.min_rows else needs.padded(count)
-    num_cut = x_TD.shape[0] - count
-    if real_rows is not None or padded != count:
-        x_TD, weights_TK = pad(x_TD, real_rows, padded), pad(weights_TK, real_rows, padded)
+    x_TD, weights_TK = call.x_TD, call.weights_TK
+    if call.real_rows is not None or padded != count:
+        x_TD, weights_TK = pad(x_TD, call.real_rows, padded), pad(weights_TK, call.real_rows, padded)
         ids_TK = pad(ids_TK, None, padded, -1)
     try:
         if async_op or marks:
@@ -199,23 +192,48 @@ def start(
     except LostPeerError:
         raise
     except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
-        raise_alike(channel.control, problem(), facts=described(facts, lease), of_call=True, label="refusal")
+        raise_alike(channel.control, problem(), facts=described(facts, call.lease), of_call=True, label="refusal")
         raise
-    if padded != count or num_cut:
-        channel.meter.count_rows(rank=padded - count, cut=num_cut)
+    if padded != count or count != call.x_TD.shape[0]:
+        channel.meter.count_rows(rank=padded - count, cut=call.x_TD.shape[0] - count)
     return Departed(
         channel=channel,
         arrive=arrive,
         padded=padded,
-        real_rows=real_rows,
+        real_rows=call.real_rows,
         given_TK=given_TK,
         outcome=outcome,
         unread=unread,
-        valid_T=valid_T,
+        valid_T=call.valid_T,
         assigned=assigned,
-        layer=layer,
+        layer=call.layer,
         recomputed=torch._C._current_graph_task_id() != -1,  # as ``is_recomputation`` says, without a call
     )
+
+
+def _own_ids(channel: Channel, call: Call, mark: int | None) -> tuple[Tensor, Tensor, Tensor, Assigned | None]:
+    """Do what a rank can do alone: cut its ids, replace invalid ones, and find their slots if no rank is asked.
+
+    If this fails, the peers are told.
+
+    Returns:
+        The ids of the router of the rows that are sent; the ids that go to the backend; the outcome of ``valid_ids``;
+        and the expert slots, if they were found.
+    """
+    asks, assigned = not channel.config.graph_safe, None
+    try:
+        given_TK = call.ids_TK if call.real_rows is None else call.ids_TK.index_select(0, call.real_rows)
+        valid_ids = channel.context.permutations[type(given_TK), given_TK.device.type].valid_ids
+        ids_TK, outcome = valid_ids(
+            given_TK, channel.config.num_experts, mark if asks else None, valid_T=call.valid_T, asks=asks
+        )
+        if call.slots is not None and not call.slots.collective:
+            assigned = call.slots.assign(channel, ids_TK)
+            ids_TK = assigned.ids_TK
+    except Exception as error:
+        tell_peers(channel, error, in_dispatch=True, x=call.x_TD, has_sizes=call.plan.settled)
+        raise
+    return given_TK, ids_TK, outcome, assigned
 
 
 def _same(arrived: Arrived) -> Arrived:
@@ -342,7 +360,8 @@ def anchor(tensor: Tensor, channel: Channel) -> Tensor:
     """Return ``tensor`` so that it requires grad, as ``anchor_for`` says."""
     if tensor.requires_grad or (origin := anchor_for(tensor, channel)) is None:
         return tensor
-    return tie(tensor, origin)
+    result: Tensor = _Tie.apply(tensor, origin)  # type: ignore[no-untyped-call]
+    return result
 
 
 def tie(tensor: Tensor, other: Tensor) -> Tensor:

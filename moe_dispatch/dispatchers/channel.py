@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from functools import cache
 from typing import Any, NoReturn, TypeVar, final
 
@@ -53,6 +54,15 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
 _NO_RANGE = nullcontext()
 
 
+class InvalidIds(Enum):
+    """Who hears that a rank was given an invalid id, and when. ``debug`` tells all ranks before that."""
+
+    BY_MARK = "all ranks, before rows travel: the rank sends a mark among its counts"
+    BY_SUM = "all ranks, before rows travel: they sum their invalid ids when they agree on sizes"
+    IN_CHECK = "all ranks, in check(): the call is graph-safe, and the host does not wait"
+    ALONE = "this rank, when its rows have arrived; its peers wait in their next call"
+
+
 @final
 class Channel:
     """One backend, open on one group, for one config.
@@ -72,6 +82,7 @@ class Channel:
         agrees_on_rows: Whether the ranks settle sizes with a collective.
         num_summed: Number of counts that ranks sum when they agree on sizes, 0 for none. The first counts invalid ids;
             the others, for a backend that uses them, count the slots that name each expert.
+        hears_invalid_ids: Who hears of an invalid id, by whether the sizes of the dispatch were settled before.
     """
 
     def __init__(
@@ -109,6 +120,12 @@ class Channel:
         knows_slots = self.slots is None or not self.slots.collective  # when ranks agree on sizes
         sums = self.agrees_on_rows and same_device and not config.graph_safe and knows_slots
         self.num_summed = 1 + shape.num_experts * needs.counts_with_sizes if sums else 0
+        late = InvalidIds.IN_CHECK if config.graph_safe else InvalidIds.ALONE
+        self.hears_invalid_ids = {
+            settled: InvalidIds.BY_SUM if sums and not settled else late for settled in (False, True)
+        }
+        if needs.exchanges_counts:
+            self.hears_invalid_ids = dict.fromkeys((False, True), InvalidIds.BY_MARK)
         self.context = BackendContext(
             shape=shape,
             communicator=communicator,

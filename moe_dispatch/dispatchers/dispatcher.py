@@ -1,4 +1,4 @@
-"""The class that a model calls. An eager call goes from here to ``checks``, ``agreement`` and ``autograd``."""
+"""The class that a model calls. An eager call goes from here to ``checks``, and then to ``autograd``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
 from moe_dispatch.layouts import BSHD, Layout, Rows
-from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
 
 Result = TypeVar("Result")
@@ -235,29 +234,29 @@ class Dispatcher(nn.Module):
                     real_rows, valid_T = (None, None) if layout.all_real else checks.rows_to_send(channel, known, x_TD)
                     for observer in channel.observers:
                         observer.asked(x, layout)
-                    weights_TK = autograd.anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
+                    wide = torch.promote_types(x_TD.dtype, torch.float32)  # the accumulation dtype
+                    weights_TK = autograd.anchor(routing.topk_weights.to(wide), channel)
                     ids_TK, asks = routing.topk_ids, not channel.config.graph_safe
                     permutation = channel.context.permutations[type(ids_TK), ids_TK.device.type]
                     ids_TK, weights_TK = permutation.merge_slots(ids_TK, weights_TK, asks=asks)
                 except Exception as error:
                     tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=isinstance(plan, Plan))
                     raise
+                call = autograd.Call(
+                    x_TD=x_TD,
+                    ids_TK=ids_TK,
+                    weights_TK=weights_TK,
+                    plan=known,
+                    real_rows=real_rows,
+                    valid_T=valid_T,
+                    slots=lease.slots,
+                    grad_enabled=grad_enabled,
+                    wants_weights=routing.topk_weights.requires_grad,
+                    lease=lease,
+                    layer=lease.layer,
+                )
                 with torch.no_grad():
-                    departed = autograd.start(
-                        channel,
-                        x_TD,
-                        ids_TK,
-                        weights_TK,
-                        known,
-                        real_rows=real_rows,
-                        valid_T=valid_T,
-                        slots=lease.slots,
-                        grad_enabled=grad_enabled,
-                        wants_weights=routing.topk_weights.requires_grad,
-                        lease=lease,
-                        async_op=async_op,
-                        layer=lease.layer,
-                    )
+                    departed = autograd.start(channel, call, async_op=async_op)
                     if channel.observers or routing.drift is not None:
                         tell_started(channel, lease, x, routing, layout)
                 arrive = partial(receive, lease, departed, layout, x.shape, x_TD, weights_TK)

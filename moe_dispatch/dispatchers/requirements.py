@@ -89,7 +89,8 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
         raise ConfigError(f"{where}: ep_size must be one of {allowed}, got {shape.ep_size}. {needs.group_sizes_hint}")
     if not needs.carries(shape.wire_dtype):
         offered = ", ".join(repr(dtype) for dtype in (None, *sorted(needs.wire_dtypes)))
-        raise ConfigError(f"{where}: wire must be one of {offered}, got {shape.wire_dtype!r}.")
+        others = " or the format of another package" if needs.any_wire else ""
+        raise ConfigError(f"{where}: wire must be one of {offered}{others}, got {shape.wire_dtype!r}.")
     if config.wire_options is not None:
         config.wire_options.check_backend(where, needs)
     if config.device is not None and needs.devices is not None and config.device not in needs.devices:

@@ -13,6 +13,7 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_dispatch._options import spelled_out
 from moe_dispatch.backends.registry import BackendName
 from moe_dispatch.backends.wire import wire_format
 from moe_dispatch.communication import Communicator
@@ -62,7 +63,8 @@ def use_moe_dispatch(*, backend: BackendName | str | dict[str, Any] = "auto", **
 
 def _config(*, num_experts: int = 1, top_k: int = 1, **options: Any) -> DispatcherConfig:
     """Return a checked config with sizes that are known later: by default all of them, and always the hidden size."""
-    fits = wire_format(options.get("wire_dtype")).hidden_multiple
+    wire = options.get("wire")
+    fits = wire_format(None if wire is None else spelled_out("wire", wire).get("dtype")).hidden_multiple
     return DispatcherConfig(num_experts=num_experts, top_k=top_k, hidden_size=fits, weights="experts", **options)
 
 

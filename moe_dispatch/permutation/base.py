@@ -62,7 +62,7 @@ class Permutation(ABC):
         """Copy each row to all its grouped positions.
 
         Args:
-            rows_SD: (S, D), of any floating dtype.
+            rows_SD: (S, D), of any floating dtype, or uint8.
             index: The index that holds the grouped positions of each row.
             dtype: Dtype of the result.
 

@@ -112,6 +112,13 @@ class QuantisedDispatched(Dispatched):
     def in_graph(self) -> Tensor:
         return self._in_graph
 
+    def __getstate__(self) -> list[Any]:
+        return [getattr(self, "in_graph" if each.name == "rows" else each.name) for each in dataclasses.fields(self)]
+
+    def __setstate__(self, state: list[Any]) -> None:
+        for each, value in zip(dataclasses.fields(self), state, strict=True):
+            object.__setattr__(self, "_in_graph" if each.name == "rows" else each.name, value)
+
 
 def widen(rows: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """Return quantised rows, values and scales, in ``dtype``. Products are computed in float32."""

@@ -131,7 +131,7 @@ def measure(task: Task, place: Place, send: Send) -> None:
     - bytes_sent: Bytes of the collectives of torch.distributed by phase, sum of all ranks, mean of all steps. None if
       another library sends the rows.
     - rows_padded: Padding rows by cause, sum of all ranks, mean of all steps.
-    - uneven: Number of dispatches in all steps that left out copies of experts because of ``balance_min_rows``.
+    - uneven: Number of dispatches in all steps that left out copies of experts because of ``balance.min_rows``.
     - peak_rows: Most rows that a rank's experts got in any step. imbalance: Rows of the busiest rank divided by the
       mean of all ranks, mean of all steps.
     - host_syncs: Host syncs of rank 0 in the first step, including the plan.
@@ -226,7 +226,7 @@ def _open(variant: Variant, task: Task, place: Place, material: Material, expert
             raise ConfigError(
                 f"compare: {variant.label} needs float32 or bfloat16, tokens that each name top_k different experts, "
                 "no padding rows, and experts that cost nothing. Leave it out, or use another --dtype, --routing or "
-                "--trace, no --expert-width, no spare_experts_per_rank and no balance."
+                "--trace, no --expert-width and no balance."
             )
         return PEERS[variant.label](task.config, place.group)
     if variant.backend.emulated and place.device.type != "cpu":

@@ -56,9 +56,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"graph_safe\.on_overflows: .* Did you mean 'on_overflow'\?",
     ),
     "a wrong value": ({"balance": {"name": "exact", "bound": 0.9}}, r"balance\.bound: .* greater than or equal to 1"),
-    "no name": ({"balance": {"bound": 1.1}}, r'balance: a mapping must have "name", a string, got .* "exact"\}\.'),
+    "no name": (
+        {"balance": {"bound": 1.1}},
+        r'balance: a mapping must have "name", a string, got .* "exact", \.\.\.\}\.',
+    ),
     "no tokens": ({"chunks": {"recompute": True}}, r"chunks\.tokens: Field required, got nothing"),
-    "no dtype": ({"wire": {"gradients": True}}, r'wire: a mapping must have "dtype", a string, got .* "mxfp8"\}\.'),
+    "no dtype": (
+        {"wire": {"gradients": True}},
+        r'wire: a mapping must have "dtype", a string, got .* "mxfp8", \.\.\.\}\.',
+    ),
     "an unknown format": ({"wire": "mxfp9"}, r"Unknown wire 'mxfp9'\. Did you mean 'mxfp8'\? Known"),
     "no number": ({"chunks": True}, r"chunks: Input should be a valid integer; .*, got True"),
     "an option of another planner": (
@@ -110,12 +116,17 @@ FORMER: list[tuple[dict[str, Any], str]] = [
     ),
     ({"spare_experts_per_rank": 2}, 'Write balance={"name": "manual", "spare_experts_per_rank": 2}.'),
     ({"spare_experts_per_rank": 0}, "Leave out spare_experts_per_rank."),
+    ({"balance_bound": 1.0}, "Leave out balance_bound."),
+    ({"graph_safe": False, "capacity_factor": "worst"}, "Leave out capacity_factor."),
     ({"wire_dtype": "mxfp8"}, 'Write wire="mxfp8".'),
     ({"wire_dtype": None}, "Leave out wire_dtype."),
     (
         {"wire_dtype": "mxfp8", "grad_wire_dtype": "mxfp8", "deliver": "quantised"},
         'Write wire={"dtype": "mxfp8", "gradients": True, "deliver": "quantised"}.',
     ),
+    ({"grad_wire_dtype": "mxfp8"}, 'Write wire={"dtype": "mxfp8", "gradients": True}.'),
+    ({"deliver": "quantised"}, 'Write wire={"dtype": "mxfp8", "deliver": "quantised"}.'),
+    ({"chunk_recompute": True}, 'Write chunks={"tokens": 4096, "recompute": True}.'),
     ({"chunk_tokens": 4096}, "Write chunks=4096."),
     ({"chunk_tokens": 4096, "chunk_recompute": True}, 'Write chunks={"tokens": 4096, "recompute": True}.'),
     (
@@ -140,13 +151,16 @@ def test_a_former_field_is_refused_with_the_new_spelling(fields: dict[str, Any],
     [
         ("BALANCE_BOUND", "BALANCE__BOUND"),
         ("SPARE_EXPERTS_PER_RANK", "BALANCE__SPARE_EXPERTS_PER_RANK"),
-        ("GRAD_WIRE_DTYPE", "WIRE__GRADIENTS"),
+        ("GRAD_WIRE_DTYPE", "WIRE__GRADIENTS=true"),
         ("CHUNK_TOKENS", "CHUNKS"),
         ("WIRE_DTYPE", "WIRE"),
         ("ON_OVERFLOW", "GRAPH_SAFE__ON_OVERFLOW"),
+        ("CHUNKS_TOKENS", "CHUNKS__TOKENS"),
+        ("GRAPH_SAFE_CAPACITY_FACTOR", "GRAPH_SAFE__CAPACITY_FACTOR"),
+        ("BACKEND_REDUCTION", "BACKEND__REDUCTION"),
     ],
 )
-def test_a_former_variable_is_refused_with_the_new_name(former: str, variable: str) -> None:
+def test_a_variable_of_another_name_is_refused_with_the_right_one(former: str, variable: str) -> None:
     told = rf"MOE_DISPATCH_{former}: no such field\. Set MOE_DISPATCH_{variable}\.$"
     with pytest.raises(ConfigError, match=told):
         DispatcherConfig.load(environment={f"MOE_DISPATCH_{former}": "2"}, **SIZES)

@@ -47,8 +47,8 @@ from tests.dispatchers.layer import (
 
 PAIRS = {"name": "alltoall", "pair_rows": 2}
 ALLGATHER = {"name": "allgather", "pair_rows": 1.5}
-ON_OVERFLOW = r"graph_safe\.on_overflow must be \"raise\" or \"drop\" with {}\."
-NOT_SAFE = "{} needs graph_safe. Otherwise buffers follow the routing"
+ON_OVERFLOW = r"graph_safe\.on_overflow must be \"raise\", \"drop\" or \"drop_by_position\" with {}\."
+NOT_SAFE = "{} needs graph_safe=True. Otherwise buffers follow the routing"
 STATIC = r"graph_safe needs row_counts \"static\", got {}"
 ABSURD: list[tuple[Any, str]] = [
     (0, "greater than 0, got 0"),
@@ -147,7 +147,11 @@ RULES: list[tuple[int, dict[str, Any], str]] = [
     (1, {"constraints": {"hidden_multiple": 64}}, "'alltoall': hidden_size must be a multiple of 64, got 16"),
     (1, {"constraints": {"max_top_k": 1}}, "top_k must be at most 1, got 2. Lower top_k"),
     (2, {**SAFE, "backend": TWO_LEVELS}, "levels=2 has no exchange of fixed size; levels=1 would work."),
-    (2, {"backend": "allgather", "wire": "bfloat16"}, "one of None, 'float8_e4m3fn', 'mxfp8', got 'bfloat16'"),
+    (
+        2,
+        {"backend": "allgather", "wire": "bfloat16"},
+        "'float8_e4m3fn', 'mxfp8' or the format of another package, got 'bfloat16'",
+    ),
     (1, MAX_ROWS, "Backend 'alltoall': at most 64 rows per rank fit, got 80"),
     (2, {**SAFE, "backend": "odd"}, "graph_safe is not possible: it has no static path. Set graph_safe=False"),
     (2, {**SAFE, "backend": EXACT}, 'graph_safe is not possible: reduction="exact" brings back'),

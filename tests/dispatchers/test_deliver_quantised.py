@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -244,6 +245,14 @@ def test_gradient_rows_that_arrive_quantised_are_copied_once() -> None:
     with _Passes(TOKENS * HIDDEN) as passes:
         route.combine_backward(x, None, None)
     assert passes.seen.count("index_select") == 1
+
+
+def test_a_copy_of_the_result_has_the_same_rows() -> None:
+    x, way = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16), random_routing(TOKENS)
+    sent = build_dispatcher(_config("local", "mxfp8")).dispatch(x, way)
+    copied = copy.copy(sent)
+    assert copied.in_graph is sent.in_graph
+    assert torch.equal(copied.rows, sent.rows)
 
 
 @pytest.mark.parametrize("fields", [{"balance": {"name": "exact", "min_rows": 0}}, SAFE], ids=["eager", "graph-safe"])

@@ -303,7 +303,7 @@ REFUSED = [
     ("allgather", {"wire": "bfloat16"}, 4, r"wire must be one of None, .*, got 'bfloat16'"),
     ("alltoall+reduction=exact", {"graph_safe": True, "max_tokens_per_rank": 99}, 4, "graph_safe is not possible"),
     ("deepep", {"hidden_size": 256, "device": "cpu"}, 4, r"device must be one of cuda, got 'cpu'"),
-    ("alltoall+pair_rows=1.5", {}, 4, r"pair_rows=1.5 needs graph_safe\."),
+    ("alltoall+pair_rows=1.5", {}, 4, r"pair_rows=1.5 needs graph_safe=True\."),
     ("allgather", {"constraints": {"max_rows": 16}}, 4, r"at most 16 rows per rank fit, got 24"),
     ("alltoall", {"graph_safe": True, "max_tokens_per_rank": 2**28}, 16, "must have at most 2147483647 rows"),
 ]

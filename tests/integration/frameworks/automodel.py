@@ -165,6 +165,7 @@ def refused(rank: int) -> None:
     world = dist.group.WORLD
     assert world is not None
     dispatcher = AutomodelDispatcher(4, range(4), sizes, world, backend="local")
+    assert AutomodelDispatcher(4, range(4), sizes, world, backend="local", wire="mxfp8") is not None
     for fields in ({"balance": "exact"}, {"chunks": 2}):
         driven = AutomodelDispatcher(4, range(4), sizes, world, backend="local", **fields)
         with pytest.raises(ConfigError, match=r"need Automodel's GroupedExpertsDeepEP, got other experts\. Set exp"):
