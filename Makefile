@@ -13,6 +13,11 @@ MEGATRON_VERSION := 0.16.1
 MEGATRON_VENV := .venv-megatron-0.16
 MEGATRON_PY := $(MEGATRON_VENV)/bin/python
 MEGATRON := $(MEGATRON_VENV)/.installed
+# DeepSpeed, in an environment of its own too, because 0.19.8 fails with the transformers that constraints.txt pins.
+DEEPSPEED_VENV := .venv-deepspeed
+DEEPSPEED_PY := $(DEEPSPEED_VENV)/bin/python
+DEEPSPEED_INSTALL := DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(DEEPSPEED_PY) -m pip install --quiet --constraint $(DEEPSPEED_VENV)/constraints.txt
+DEEPSPEED := $(DEEPSPEED_VENV)/.installed
 # A CUDA build of torch, on stand-ins for NVIDIA's libraries: tests/simulated_cuda/README.md. Triton's version is that of constraints.txt.
 SIMGPU_TORCH := 2.12.1
 # Python of the machine for which make gpu-wheels fetches packages.
@@ -48,6 +53,15 @@ $(MEGATRON): pyproject.toml constraints.txt
 	$(MEGATRON_PY) -m pip install --quiet --constraint constraints.txt --editable . numpy pytest
 	# Not by the constraints, which pin the newer one; what it needs is there by now.
 	$(MEGATRON_PY) -m pip install --quiet --no-deps megatron-core==$(MEGATRON_VERSION)
+	@touch $@
+
+$(DEEPSPEED): Makefile pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DEEPSPEED_VENV)
+	grep -v '^transformers==' constraints.txt > $(DEEPSPEED_VENV)/constraints.txt
+	$(DEEPSPEED_INSTALL) torch
+	$(DEEPSPEED_INSTALL) --editable . numpy peft pytest setuptools transformers==5.22.2 wheel
+	# Without isolation: its setup.py imports torch.
+	$(DEEPSPEED_INSTALL) --no-build-isolation deepspeed
 	@touch $@
 
 # No nvidia wheels but the headers: the libraries are compiled here. PyPI has the CUDA build of torch; if the environment names
@@ -133,9 +147,10 @@ format: $(DEV) ## format, and mend what ruff can mend
 bench: $(BENCH) ## moe-dispatch compare --peers, with torchtitan and transformers installed
 	$(PY) -m moe_dispatch_tools compare --peers --mode eager $(ARGS)
 
-integration: $(BENCH) $(MEGATRON) $(FRAMEWORKS) ## the tests that need megatron-core (two versions), torchtitan, transformers and trainers
+integration: $(BENCH) $(MEGATRON) $(DEEPSPEED) $(FRAMEWORKS) ## the tests that need megatron-core (two versions), torchtitan, transformers, DeepSpeed and trainers
 	$(PY) -m pytest tests/integration --numprocesses auto --dist loadfile $(ARGS)
 	$(MEGATRON_PY) -m pytest tests/integration/megatron_core tests/integration/cases/test_case5_graph_safe_padding.py
+	$(DEEPSPEED_PY) -m pytest tests/integration/deepspeed
 
 docs: $(DOCS) ## build the site into site/, with warnings as errors
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
@@ -150,4 +165,4 @@ release: build ## check the archives in dist/, and use the wheel outside the che
 	$(PY) -m tests.release $(ARGS)
 
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(MEGATRON_VENV) $(SIMGPU_VENV) .venv-matrix-* .frameworks dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(MEGATRON_VENV) $(DEEPSPEED_VENV) $(SIMGPU_VENV) .venv-matrix-* .frameworks dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -36,7 +36,7 @@ def test_matrix_has_every_tested_python_and_torch() -> None:
     assert tuple(sorted({python for _, python in ran})) == SUPPORT["Python"].tested
 
 
-@pytest.mark.parametrize("name", ["torch", "megatron-core", "transformers", "torchtitan"])
+@pytest.mark.parametrize("name", ["torch", "megatron-core", "transformers", "torchtitan", "deepspeed"])
 def test_pinned_version_is_a_tested_one(name: str) -> None:
     assert PINNED[name] in SUPPORT[name].tested
 

@@ -1,0 +1,206 @@
+"""A token dispatcher for the MoE layers of DeepSpeed's automatic expert parallelism, AutoEP.
+
+AutoEP replaces the MoE blocks of a model by its own layer, with its own router, experts and checkpoints. This module
+exchanges only how the layer moves rows between ranks. AutoEP has no public hook for that, so each private name that is
+used here is checked first. Importing this module imports DeepSpeed. ``moe_dispatch.types`` explains the suffixes T, D
+and R.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_dispatch.backends.registry import BackendName
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
+from moe_dispatch.errors import ConfigError, IntegrationError
+from moe_dispatch.integrations.checks import check_version, refuse_quantised_rows
+from moe_dispatch.integrations.slot_experts import has_spare_slots, own_weights, run_layer, view_of
+from moe_dispatch.layouts import Rows
+from moe_dispatch.types import Dispatched, Routing
+
+_VERSION = check_version("deepspeed")  # before the imports, whose errors explain less
+
+try:
+    from deepspeed.module_inject.auto_ep_comm import DEEPEP_BACKEND
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, RouterOutput
+except ImportError as error:
+    raise IntegrationError(
+        f"moe_dispatch.integrations.deepspeed: deepspeed {_VERSION} has changed a private name of AutoEP that this "
+        f"integration needs: {error}. Install deepspeed 0.19.8."
+    ) from error
+
+__all__ = ["use_moe_dispatch"]
+
+# Fields that come from AutoEP's layers. And "weights": its score_apply says who applies the scores.
+_NOT_OPTIONS = ("hidden_size", "num_experts", "top_k", "weights")
+_ROUTE = "_deepep_route"  # the method of AutoEP's layer that takes rows (T, D) and a RouterOutput, and returns (T, D)
+_ATTRIBUTES = (
+    "comm_backend",
+    "ep_group",
+    "ep_size",
+    "experts",
+    "folding_group_handles",
+    "hidden_size",
+    "num_experts",
+    "score_apply",
+    "top_k",
+)
+
+
+def use_moe_dispatch(
+    engine: nn.Module, *, backend: BackendName | str | dict[str, Any] = "auto", **options: Any
+) -> dict[str, Dispatcher]:
+    """Make the MoE layers of AutoEP send their rows through dispatchers of this library. Collective.
+
+    Call it on every rank after ``deepspeed.initialize``. Parameters, optimizer, router, experts and checkpoints of
+    DeepSpeed stay as they are. A second call replaces the dispatchers of the first one.
+
+    Args:
+        engine: Engine that ``deepspeed.initialize`` returned, or a part of its model.
+        backend: Backend, as in DispatcherConfig.
+        **options: Other fields of DispatcherConfig.
+
+    Returns:
+        The dispatcher of each layer, by the name of the layer, for ``metrics``, ``expert_counts`` and ``check``.
+
+    Raises:
+        ConfigError: An option is unknown, wrong or comes from AutoEP; the model has no layers of AutoEP, or
+            DeepSpeed has not set their groups; or the layers are combined with tensor parallelism; or ZeRO 3 with
+            balance or chunks.
+        IntegrationError: DeepSpeed has changed a private name that is used here.
+    """
+    layers = {name: layer for name, layer in engine.named_modules() if isinstance(layer, AutoEPMoELayer)}
+    if not layers:
+        raise ConfigError(
+            f"use_moe_dispatch: {type(engine).__name__} has no MoE layers of AutoEP. Pass the engine of "
+            'deepspeed.initialize, with "expert_parallel": {"enabled": true} in the config of DeepSpeed.'
+        )
+    if clash := sorted(set(_NOT_OPTIONS) & set(options)):
+        raise ConfigError(
+            f"use_moe_dispatch: options must not set {', '.join(_NOT_OPTIONS)}, which come from AutoEP's layers, got "
+            f"{', '.join(clash)}. Leave these out."
+        )
+    configs = {}
+    for name, layer in layers.items():
+        _check_names(layer)
+        configs[name] = DispatcherConfig(
+            backend=backend,
+            num_experts=layer.num_experts,
+            top_k=layer.top_k,
+            hidden_size=layer.hidden_size,
+            weights="experts" if layer.score_apply == "pre" else "combine",
+            **options,
+        )
+        _check_layer(name, layer, configs[name])
+    dispatchers = {name: build_dispatcher(configs[name], layer.ep_group, name=name) for name, layer in layers.items()}
+    for name, layer in layers.items():
+        setattr(layer, _ROUTE, functools.partial(_route, layer, dispatchers[name]))
+        layer.comm_backend = DEEPEP_BACKEND  # with which the layer calls _ROUTE
+    return dispatchers
+
+
+def _check_names(layer: nn.Module) -> None:
+    """Refuse a DeepSpeed whose private names are not those that this module uses.
+
+    Raises:
+        IntegrationError: A name is missing, or is used in another way.
+    """
+    route = getattr(AutoEPMoELayer, _ROUTE, None)
+    missing = [f"AutoEPMoELayer.{name}" for name in _ATTRIBUTES if not hasattr(layer, name)]
+    missing += [
+        f"RouterOutput.{name}" for name in ("top_scores", "selected_experts") if not hasattr(RouterOutput, name)
+    ]
+    if route is None or list(inspect.signature(route).parameters) != ["self", "tokens", "ro"]:
+        missing.append(f"AutoEPMoELayer.{_ROUTE}(tokens, ro)")
+    if _ROUTE not in getattr(getattr(AutoEPMoELayer, "_forward", None), "__code__", _route.__code__).co_names:
+        missing.append(f"the call of {_ROUTE} in AutoEPMoELayer._forward")
+    experts = getattr(layer, "experts", None)
+    if experts is not None and len(inspect.signature(experts.forward).parameters) != 2:
+        missing.append(f"{type(experts).__name__}.forward(x, num_tokens_per_expert)")
+    if missing:
+        raise IntegrationError(
+            f"use_moe_dispatch: deepspeed {_VERSION} has changed private names of AutoEP that this integration needs: "
+            f"no {', '.join(missing)}. Install deepspeed 0.19.8."
+        )
+
+
+def _check_layer(name: str, layer: Any, config: DispatcherConfig) -> None:
+    """Refuse a layer, or a config for it, with which rows would not go through our dispatcher, or go wrong.
+
+    Raises:
+        ConfigError: See ``use_moe_dispatch``.
+    """
+    refuse_quantised_rows("use_moe_dispatch", config)
+    if layer.ep_size == 1:
+        raise ConfigError(
+            f"{name}: with autoep_size=1 each rank holds all experts, and AutoEP moves no rows, got a backend for "
+            "them. Set autoep_size in the config of DeepSpeed, or leave use_moe_dispatch out."
+        )
+    if layer.ep_group is None:
+        raise ConfigError(
+            f"{name}: the layer must have an expert-parallel group, which deepspeed.initialize sets, got none. Call "
+            "use_moe_dispatch after deepspeed.initialize."
+        )
+    handles = layer.folding_group_handles
+    if handles is not None and handles.spec.tp_size > 1:
+        raise ConfigError(
+            f"{name}: ranks of a tensor-parallel group hold the same rows, which this integration would send several "
+            f"times, got autotp_size={handles.spec.tp_size}. Set autotp_size to 1, or leave use_moe_dispatch out."
+        )
+    partitioned = any(hasattr(weight, "ds_tensor") for weight in layer.experts.parameters())
+    if partitioned and (has_spare_slots(config) or config.chunk_tokens is not None):
+        raise ConfigError(
+            f"{name}: ZeRO 3 gathers the weights of experts in each call of them, so every rank must call them once, "
+            "and with its own weights, got balance or chunk_tokens with ZeRO stage 3. Use stage 2, or leave both out."
+        )
+    if has_spare_slots(config):
+        own_weights("use_moe_dispatch", layer.experts)
+
+
+def _route(layer: Any, dispatcher: Dispatcher, tokens_TD: Tensor, routed: Any) -> Tensor:
+    """Send rows to their experts, run the experts of AutoEP, and combine: (T, D)."""
+    experts = layer.experts
+    own = _ordered(own_weights("use_moe_dispatch", experts)) if has_spare_slots(dispatcher.config) else {}
+    scores_first = dispatcher.config.weights == "experts"
+
+    def run(part: Dispatched, *slots: Tensor) -> Tensor:
+        rows_RD, counts_L = part.rows, part.tokens_per_expert.to(torch.int32)
+        if scores_first:
+            rows_RD = (rows_RD.float() * part.weights.unsqueeze(1)).to(rows_RD.dtype)
+        view = view_of(experts, dict(zip(own, slots, strict=True)), num_experts=len(slots[0])) if slots else experts
+        output_RD: Tensor = view(rows_RD, counts_L)
+        return output_RD
+
+    routing = Routing(routed.selected_experts, routed.top_scores)
+    return run_layer(dispatcher, run, list(own.values()), tokens_TD, routing, Rows())
+
+
+def _ordered(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights with a node of autograd behind them that gives all of them their gradients at once.
+
+    ZeRO 2 reduces gradients in the order in which they are ready, which it expects to be the same on all ranks. Where
+    experts have copies, their gradients are ready in another order than where they have none.
+    """
+    trained = [name for name, weight in weights.items() if weight.requires_grad]
+    if not torch.is_grad_enabled() or not trained:
+        return weights
+    together = _Together.apply(*(weights[name] for name in trained))  # type: ignore[no-untyped-call]
+    return weights | dict(zip(trained, together, strict=True))
+
+
+class _Together(torch.autograd.Function):
+    """Tensors as they are. In the backward, no gradient passes before all of them are there."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
