@@ -327,16 +327,19 @@ class _Fetch(torch.autograd.Function):
         moves: Moves = ctx.moves
         ctx.lease.shared.announce(ctx.lease.name)
         count = len(ctx.like) if moves.apart else 0
-        of_own = _zeros_for_none(grads[:count], ctx.like, moves.num_own)
-        of_slots = _zeros_for_none(grads[count:], ctx.like, moves.num_slots)
-        home_NW = of_slots[0].new_empty(sum(moves.rows_out), _width(ctx.like))
+        trained = [number for number, needed in enumerate(ctx.needs_input_grad[3:]) if needed]  # alike on all ranks
+        like = [ctx.like[number] for number in trained]
+        of_own = _zeros_for_none([grads[number] for number in trained if count], like, moves.num_own)
+        of_slots = _zeros_for_none([grads[count + number] for number in trained], like, moves.num_slots)
+        home_NW = of_slots[0].new_empty(sum(moves.rows_out), _width(like))
         if moves.moves:
             outgoing = moves.outgoing(side_by_side(of_slots))
             link = ctx.lease.enter().communicator
             work = link.all_to_all(home_NW, outgoing, moves.rows_out, moves.rows_in, label="weights.backward")
             if work is not None:
                 work.wait()
-        return None, None, None, *moves.collect(of_own or moves.own_grads(of_slots), home_NW)
+        collected = dict(zip(trained, moves.collect(of_own or moves.own_grads(of_slots), home_NW), strict=True))
+        return None, None, None, *map(collected.get, range(len(ctx.like)))
 
 
 def _zeros_for_none(grads: Sequence[Tensor | None], like: Sequence[Tensor], rows: int) -> list[Tensor]:

@@ -1,0 +1,109 @@
+"""Adapters of low rank in one's own layer, on frozen experts: copies of experts carry the adapters of the experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing
+from moe_dispatch.dispatchers import SlotWeights
+from tests.ranks import run_ranks
+
+EXPERTS, RANKS, HIDDEN, RANK = 8, 4, 16, 2
+ROWS = (24, 0, 7, 12)
+BALANCED: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}
+STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 24}
+
+
+def weights() -> tuple[Tensor, Tensor, Tensor]:
+    """Base, A and B of all experts."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((EXPERTS, HIDDEN, HIDDEN), (EXPERTS, HIDDEN, RANK), (EXPERTS, RANK, HIDDEN))
+    base, down, up = (torch.randn(shape, generator=generator) / shape[1] ** 0.5 for shape in shapes)
+    return base, down, up
+
+
+def batch(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, ids that favour expert 0, and weights."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    x = torch.randn(ROWS[rank], HIDDEN, generator=generator)
+    ids = torch.stack([torch.zeros(ROWS[rank]).long(), torch.randint(1, EXPERTS, x.shape[:1], generator=generator)], 1)
+    return x, ids, torch.rand(ids.shape, generator=generator)
+
+
+class Adapted(Dispatcher):
+    """A layer of experts x W + x A B, of which W is frozen."""
+
+    def __init__(self, config: DispatcherConfig, group: ProcessGroup) -> None:
+        super().__init__(config, group)
+        self.slot_weights = SlotWeights(self)
+        base, down, up = (weight.chunk(RANKS)[group.rank()].clone() for weight in weights())
+        self.base = nn.Parameter(base, requires_grad=False)
+        self.down, self.up = nn.Parameter(down), nn.Parameter(up)
+
+    def run_experts(self, sent: Any) -> Tensor:
+        return self.slot_weights.run(sent, self.adapted, self.base, self.down, self.up)[1]
+
+    def adapted(self, part: Dispatched, base: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        return part.grouped_mm(part.rows, base) + part.grouped_mm(part.grouped_mm(part.rows, down), up)
+
+
+def on_rank(group: ProcessGroup, fields: dict[str, Any]) -> dict[str, Any]:
+    config = DispatcherConfig(backend="alltoall", num_experts=EXPERTS, top_k=2, hidden_size=HIDDEN, **fields)
+    layer = Adapted(config, group)
+    x, ids, shares = batch(group.rank())
+    y = layer(x.requires_grad_(), Routing(ids, shares))
+    (y * y).sum().backward()
+    assert layer.base.grad is None
+    return {
+        "y": y.detach(),
+        "x": x.grad,
+        "down": layer.down.grad,
+        "up": layer.up.grad,
+        "sent": layer.metrics().bytes_sent,
+    }
+
+
+def dense() -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
+    """Outputs and gradients of rows, by rank, and the gradients of A and B of all experts."""
+    base, down, up = weights()
+    down.requires_grad_()
+    up.requires_grad_()
+    found = []
+    for rank in range(RANKS):
+        x, ids, shares = batch(rank)
+        x.requires_grad_()
+        every = torch.einsum("td,edh->teh", x, base) + torch.einsum("td,edr,erh->teh", x, down, up)
+        y = (every.gather(1, ids[:, :, None].expand(-1, -1, HIDDEN)) * shares[:, :, None]).sum(1)
+        (y * y).sum().backward()
+        assert x.grad is not None
+        found.append((y.detach(), x.grad))
+    assert down.grad is not None
+    assert up.grad is not None
+    return found, down.grad, up.grad
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, BALANCED, {"balance": "exact", **STATIC}], ids=["plain", "balanced", "balanced, graph-safe"]
+)
+def test_adapters_in_ones_own_layer_train_as_in_the_dense_layer(fields: dict[str, Any]) -> None:
+    results = run_ranks(lambda group: on_rank(group, fields), RANKS)
+    rows, down, up = dense()
+    for rank, result in enumerate(results):
+        torch.testing.assert_close(result["y"], rows[rank][0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(result["x"], rows[rank][1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(result["down"], down.chunk(RANKS)[rank], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(result["up"], up.chunk(RANKS)[rank], rtol=1e-4, atol=1e-4)
+
+
+def test_frozen_weights_send_no_gradients_home() -> None:
+    """Copies get base weights and adapters, twice; home come only the gradients of the adapters."""
+    results = run_ranks(lambda group: on_rank(group, BALANCED), RANKS)
+    there = sum(result["sent"].get("weights", 0) for result in results)
+    back = sum(result["sent"].get("weights.backward", 0) for result in results)
+    assert back > 0
+    assert there == 2 * back * (HIDDEN + 2 * RANK) / (2 * RANK)
