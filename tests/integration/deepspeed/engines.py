@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from tests.integration.steps import difference, planted
 from tests.integration.transformers.models import LAYERS, TOP_K, VOCABULARY, build
+from tests.pages import run_page
 
 STEPS, FEW = 20, 5
 LENGTHS = (14, 9, 23, 5)  # of the batches, by rank
 TOKENS = 50  # by which the loss is divided
+BELOW_PEFT = r"base_model\.model\.model\.layers\.\d+\.mlp"  # AutoEP's own pattern has no such prefix
 RATE, MOMENTUM = 2.0, 0.9  # so that weights change by more than bfloat16 rounds
 BALANCED: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}  # copies also for these few rows
 
@@ -53,6 +55,7 @@ class Case:
     checkpoint: bool = False
     reentrant: bool = False
     empty: bool = False
+    adapters: bool = False  # those of PEFT on the attention; all else is frozen
     dtype: torch.dtype = torch.float32
     bucket: int = 500_000_000  # numbers that ZeRO reduces at once
     steps: int = STEPS
@@ -93,7 +96,20 @@ def model_of(case: Case) -> Any:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": case.reentrant})
         if case.reentrant:
             model.enable_input_require_grads()
-    return model.train()
+    return with_adapters(model).train() if case.adapters else model.train()
+
+
+def with_adapters(model: Any, **targets: Any) -> Any:
+    """The model in PEFT, the same on every rank."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(11)
+    adapted = get_peft_model(model, LoraConfig(r=4, **(targets or {"target_modules": ["q_proj", "v_proj"]})))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_B." in name:  # as initialised, it is 0
+                parameter.normal_(0, 0.2)
+    return adapted
 
 
 def engine_of(case: Case) -> Any:
@@ -103,7 +119,18 @@ def engine_of(case: Case) -> Any:
     from moe_dispatch.integrations.deepspeed import use_moe_dispatch
 
     model = model_of(case)
-    settings = {
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=settings_of(case))
+    before = identities(engine)
+    if case.backend is not None:
+        engine.ours = use_moe_dispatch(engine, backend=case.backend, **case.fields)
+    engine.untouched = identities(engine) == before
+    return engine
+
+
+def settings_of(case: Case) -> dict[str, Any]:
+    """The config of DeepSpeed."""
+    return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1 if case.together else case.micro_batches,
         "zero_optimization": {"stage": case.stage, "reduce_bucket_size": case.bucket},
@@ -115,14 +142,9 @@ def engine_of(case: Case) -> Any:
             "autoep_size": case.ep,
             "preset_model": case.family,
             "use_grouped_mm": False,  # whose activation is a kernel for GPUs
+            **({"moe_layer_pattern": BELOW_PEFT} if case.adapters else {}),
         },
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
-    before = identities(engine)
-    if case.backend is not None:
-        engine.ours = use_moe_dispatch(engine, backend=case.backend, **case.fields)
-    engine.untouched = identities(engine) == before
-    return engine
 
 
 def loss_of(case: Case, model: Any, step: int, micro_batch: int, rank: int) -> Tensor:
@@ -223,11 +245,12 @@ def theirs(case: Case) -> Trained:
 
 
 @cache
-def dense(family: str, micro_batches: int, together: bool, empty: bool, steps: int) -> Trained:
+def dense(case: Case) -> Trained:
     """One process that trains on the batches of all ranks."""
-    case = Case(family=family, micro_batches=micro_batches, together=together, empty=empty, steps=steps)
+    micro_batches, together, steps = case.micro_batches, case.together, case.steps
     model, ranks = model_of(case), dist.get_world_size()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=RATE, momentum=MOMENTUM)
     divisor = ranks * (1 if together else micro_batches)  # DeepSpeed takes means over ranks and micro-batches
     losses = []
     for step in range(steps):
@@ -262,13 +285,13 @@ def compared(case: Case, rank: int) -> dict[str, Any]:
     result = {
         "losses": _apart(got.losses, want.losses),
         "updates": difference(_less(got.weights, start), _less(want.weights, start)),
-        "updates_in_norm": _norm(_less(got.weights, want.weights)) / _norm(_less(want.weights, start)),
+        "updates_in_norm": _apart_in_norm(_less(got.weights, start), _less(want.weights, start)),
         "same_parameters": got.same_parameters,
         "slots": got.counts["slots"] == LAYERS * TOP_K * tokens_of(case),
         "fetches": got.counts["fetches"],
     }
     if case.dtype == torch.float32:
-        one = dense(case.family, case.micro_batches, case.together, case.empty, case.steps)
+        one = dense(dataclasses.replace(case.theirs, stage=0, bucket=0, ep=1))
         result["losses_of_one"] = _apart(got.losses, one.losses)
         result["updates_of_one"] = difference(_less(got.weights, start), _less(share_of(one.weights, case.ep), start))
     return result
@@ -279,8 +302,9 @@ def _less(weights: Weights, start: Weights) -> Weights:
     return {name: weight - start[name].detach().float() for name, weight in weights.items()}
 
 
-def _norm(weights: Weights) -> float:
-    return float(torch.cat([weight.flatten() for weight in weights.values()]).norm())
+def _apart_in_norm(got: Weights, want: Weights) -> float:
+    """The largest difference of a tensor, as a part of its norm."""
+    return max(float((got[name] - weight).norm() / weight.norm().clamp_min(1e-6)) for name, weight in want.items())
 
 
 def _apart(got: list[float], want: list[float]) -> float:
@@ -317,3 +341,16 @@ def exchanged(case: Case, folder: str, rank: int) -> dict[str, float]:
         apart[f"{name}: losses"] = _apart(losses, straight.losses[len(half) :])
         apart[f"{name}: weights"] = difference(weights_of(engine), straight.weights)
     return apart
+
+
+def page(rank: int) -> list[int]:
+    """The recipe of the page, as it stands: what each layer has counted on this rank."""
+    case = Case()
+    ids = torch.randint(VOCABULARY, (1, LENGTHS[rank]), generator=torch.Generator().manual_seed(rank))
+    names = run_page(
+        "integrations/deepspeed.md",
+        model=model_of(case),
+        config=settings_of(case),
+        batch={"input_ids": ids, "labels": ids},
+    )
+    return [int(counts.sum()) for counts in names["counts"].values()]

@@ -113,3 +113,23 @@ def _import_of_another_version() -> str:
         finally:
             sys.modules.pop("moe_dispatch.integrations.deepspeed")
     return "not refused"
+
+
+def refused_by_deepspeed(rank: int) -> dict[str, str]:
+    """The text of what DeepSpeed itself raises about adapters in ``deepspeed.initialize``."""
+    import tests.integration.deepspeed.engines as engines
+
+    texts: dict[str, str] = {}
+    stacked = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    for name, case, targets in (
+        ("experts", Case(backend=None, stage=0, adapters=True), {"target_parameters": stacked, "target_modules": []}),
+        ("ZeRO 1", Case(backend=None, stage=1, adapters=True), {}),
+    ):
+        adapted = functools.partial(engines.with_adapters, **targets)
+        try:
+            with mock.patch.object(engines, "with_adapters", adapted):
+                engine_of(case)
+            texts[name] = "not refused"
+        except (ValueError, AssertionError) as error:
+            texts[name] = str(error)
+    return texts

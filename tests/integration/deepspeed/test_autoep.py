@@ -13,9 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.deepspeed.engines import BALANCED, FEW, Case, compared, exchanged, on_cpu, with_fault
-from tests.integration.deepspeed.refusals import refused
+from tests.integration.deepspeed.engines import (
+    BALANCED,
+    FEW,
+    LENGTHS,
+    Case,
+    compared,
+    exchanged,
+    on_cpu,
+    page,
+    with_fault,
+)
+from tests.integration.deepspeed.refusals import refused, refused_by_deepspeed
 from tests.integration.jobs import require, run_checks
+from tests.integration.transformers.models import LAYERS, TOP_K
 
 CHUNKED: dict[str, Any] = {"chunk_tokens": 4}
 RECOMPUTED: dict[str, Any] = {**CHUNKED, "chunk_recompute": True}
@@ -52,6 +63,9 @@ ON_TWO |= {
         "two forwards alive, balanced": Case(checkpoint=True, micro_batches=2, together=True, fields=BALANCED),
         "no tokens": Case(empty=True),
         "no tokens, balanced": Case(empty=True, fields=BALANCED),
+        "adapters, ZeRO 0": Case(stage=0, adapters=True),
+        "adapters, ZeRO 0, balanced": Case(stage=0, adapters=True, fields=BALANCED),
+        "adapters, ZeRO 3": Case(stage=3, adapters=True),
         "bfloat16": Case(dtype=torch.bfloat16),
         "deepep": Case(
             backend={"name": "deepep", "emulate": True}, dtype=torch.bfloat16, changes=(("hidden_size", 256),)
@@ -90,7 +104,9 @@ def on_two() -> dict[str, list[Any]]:
             for stage in (0, 1, 2, 3)
         }
         checks |= {fault: functools.partial(with_fault, ON_TWO["balanced, deepseek_v3"], fault) for fault in FAULTS}
-        return run_checks(checks | {"refused": refused}, 2, on_cpu)
+        return run_checks(
+            checks | {"page": page, "refused by DeepSpeed": refused_by_deepspeed, "refused": refused}, 2, on_cpu
+        )
 
 
 @functools.cache
@@ -103,7 +119,7 @@ def check(results: list[Any], case: Case) -> None:
     for result in require(results):
         assert result["losses"] < (1e-2 if rounded else 1e-5)
         # Where weights are rounded to bfloat16, single ones may differ by as much as they have changed.
-        assert result["updates_in_norm" if rounded else "updates"] < (0.1 if rounded else 1e-3)
+        assert result["updates_in_norm" if rounded else "updates"] < (0.3 if rounded else 1e-3)
         assert result["same_parameters"]
         assert result["slots"], "every row must have gone through a dispatcher, once"
         assert bool(result["fetches"]) == ("balance" in case.fields)
@@ -163,3 +179,14 @@ def test_what_cannot_work_is_refused(name: str, said: str) -> None:
     for texts in require(on_two()["refused"]):
         with pytest.raises(AssertionError, match=said):
             raise AssertionError(texts[name])
+
+
+def test_adapters_on_experts_are_refused_by_deepspeed_and_so_are_zero_1_and_2_without_trained_experts() -> None:
+    for texts in require(on_two()["refused by DeepSpeed"]):
+        assert texts["experts"].startswith("AutoEP: no MoE layers detected")
+        assert "None of the param groups are marked as MoE" in texts["ZeRO 1"]
+
+
+def test_the_recipe_of_the_page_runs() -> None:
+    counts = require(on_two()["page"])
+    assert [sum(layer) for layer in zip(*counts, strict=True)] == [sum(LENGTHS[:2]) * TOP_K] * LAYERS

@@ -52,8 +52,8 @@ def with_adapters(case: Adapted, model: Any) -> Any:
 def wired(case: Adapted, group: dist.ProcessGroup | None = None) -> Any:
     """A model whose experts run through us, without adapters."""
     if case.sharded:
-        ranks = dist.get_world_size()
-        return load(Sharded(family=case.family, mesh=Mesh(fsdp=ranks, ep=ranks), fields=case.fields))
+        size = dist.get_world_size()
+        return load(Sharded(family=case.family, mesh=Mesh(fsdp=size, ep=size), fields=case.fields))
     model = build(case.family)
     config = config_for(model.config, backend="alltoall", **case.fields)
     ranks = dist.group.WORLD if group is None else group

@@ -64,10 +64,9 @@ def test_frozen_experts_send_no_gradients_of_their_copies(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["saved", "saved, balanced"])
 def test_saved_adapters_load_on_another_number_of_ranks(name: str) -> None:
-    for apart in require(all_results()[name]):
-        untrained = apart.pop("untrained")
-        assert max(apart.values()) < 1e-5
-        assert untrained > 1e-2
+    results = require(all_results()[name])
+    assert max(max(apart["pairs"], apart["one process"]) for apart in results) < 1e-5
+    assert max(apart["untrained"] for apart in results) > 1e-2
 
 
 def test_what_cannot_work_is_refused() -> None:
