@@ -110,11 +110,12 @@ class SlotWeights:
         del finish  # and with it what arrived and what was sent, before the experts need memory
         own, slots = _fetched(lease, moves, buffer_BW, stacked)
         outputs = _run_parts(landed, moves, experts, own, slots)
-        if torch.is_grad_enabled() and (landed.in_graph.requires_grad or slots[0].requires_grad):
+        slot = _trained(slots)
+        if torch.is_grad_enabled() and (landed.in_graph.requires_grad or slot.requires_grad):
             recomputed = is_recomputation()  # its backward follows
             told = torch.zeros(2, dtype=torch.uint8, device="cpu")[int(recomputed) :][:1]
             first, again = buffer_BW.view(-1)[:1], (lease, moves, tuple(buffer_BW.shape))
-            outputs = _Leave.apply(outputs, landed.in_graph, slots[0], first, told, again, *stacked)  # type: ignore[no-untyped-call]
+            outputs = _Leave.apply(outputs, landed.in_graph, slot, first, told, again, *stacked)  # type: ignore[no-untyped-call]
             if not recomputed and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
                 buffer_BW.untyped_storage().resize_(0)
         return landed, outputs
@@ -140,8 +141,8 @@ class SlotWeights:
         finish = _exchange(channel, moves, stacked)
         landed = self._landed(sent, lease)
         _, slots = _fetched(lease, moves, finish(), stacked)
-        if slots[0].requires_grad:
-            weights = tie(landed.weights, slots[0])
+        if (slot := _trained(slots)).requires_grad:
+            weights = tie(landed.weights, slot)
             landed = dataclasses.replace(landed, rows=landed.in_graph, weights=weights)
         return landed, slots
 
@@ -202,6 +203,11 @@ def _fetched(
     found: tuple[Tensor, ...] = _Fetch.apply(lease, moves, (buffer_BW,), *stacked)  # type: ignore[no-untyped-call]
     own = len(stacked) if moves.apart else 0
     return found[:own], found[own:]
+
+
+def _trained(slots: Sequence[Tensor]) -> Tensor:
+    """Return weights whose gradient goes home, or the first weights if all are frozen."""
+    return next((weights for weights in slots if weights.requires_grad), slots[0])
 
 
 def _run_parts(
@@ -318,7 +324,10 @@ class _Fetch(torch.autograd.Function):
         ctx.lease, ctx.moves = lease, moves
         ctx.like = [weight[:0] for weight in stacked]
         slots = apart(held[0][: moves.num_slots], stacked)
-        return (*(weight.view_as(weight) for weight in stacked), *slots) if moves.apart else slots
+        results = (*(weight.view_as(weight) for weight in stacked), *slots) if moves.apart else slots
+        needed = ctx.needs_input_grad[3:] * (2 if moves.apart else 1)
+        ctx.mark_non_differentiable(*(result for result, need in zip(results, needed, strict=True) if not need))
+        return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -49,6 +49,7 @@ class Adapted(Dispatcher):
         return self.slot_weights.run(sent, self.adapted, self.base, self.down, self.up)[1]
 
     def adapted(self, part: Dispatched, base: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        assert not base.requires_grad, "the backward would compute gradients that nobody needs"
         return part.grouped_mm(part.rows, base) + part.grouped_mm(part.grouped_mm(part.rows, down), up)
 
 
