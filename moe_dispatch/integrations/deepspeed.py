@@ -154,10 +154,10 @@ def _check_layer(name: str, layer: Any, config: DispatcherConfig) -> None:
             f"times, got autotp_size={handles.spec.tp_size}. Set autotp_size to 1, or leave use_moe_dispatch out."
         )
     partitioned = any(hasattr(weight, "ds_tensor") for weight in layer.experts.parameters())
-    if partitioned and (has_spare_slots(config) or config.chunk_tokens is not None):
+    if partitioned and (has_spare_slots(config) or config.chunks is not None):
         raise ConfigError(
             f"{name}: ZeRO 3 gathers the weights of experts in each call of them, so every rank must call them once, "
-            "and with its own weights, got balance or chunk_tokens with ZeRO stage 3. Use stage 2, or leave both out."
+            "and with its own weights, got balance or chunks with ZeRO stage 3. Use stage 2, or leave both out."
         )
     if has_spare_slots(config):
         own_weights("use_moe_dispatch", layer.experts)

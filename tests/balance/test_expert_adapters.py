@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 EXPERTS, RANKS, HIDDEN, RANK = 8, 4, 16, 2
 ROWS = (24, 0, 7, 12)
-BALANCED: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}
+BALANCED: dict[str, Any] = {"balance": {"name": "exact", "min_rows": 0}}
 STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 24}
 
 

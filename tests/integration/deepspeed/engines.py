@@ -31,7 +31,7 @@ LENGTHS = (14, 9, 23, 5)  # of the batches, by rank
 TOKENS = 50  # by which the loss is divided
 BELOW_PEFT = r"base_model\.model\.model\.layers\.\d+\.mlp"  # AutoEP's own pattern has no such prefix
 RATE, MOMENTUM = 2.0, 0.9  # so that weights change by more than bfloat16 rounds
-BALANCED: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}  # copies also for these few rows
+BALANCED: dict[str, Any] = {"balance": {"name": "exact", "min_rows": 0}}  # copies also for these few rows
 
 Weights = dict[str, Tensor]
 

@@ -87,13 +87,13 @@ def refused(rank: int) -> dict[str, str]:
     attempt("no layers", engine.module.lm_head)
     attempt("options", engine, top_k=2, weights="experts")
     attempt("unknown", engine, balnce="exact")
-    attempt("quantised", engine, wire_dtype="mxfp8", deliver="quantised", pad_multiple="mxfp8")
+    attempt("quantised", engine, wire={"dtype": "mxfp8", "deliver": "quantised"}, pad_multiple="mxfp8")
     attempt("tensor parallel", engine, mock.patch.object(layer, "folding_group_handles", folded))
     attempt("no group", engine, mock.patch.object(layer, "ep_group", None))
     attempt("one rank", engine_of(Case(backend=None, ep=1)))
     partitioned = engine_of(Case(backend=None, stage=3))
     attempt("ZeRO 3, balance", partitioned, balance="exact")
-    attempt("ZeRO 3, chunks", partitioned, chunk_tokens=4)
+    attempt("ZeRO 3, chunks", partitioned, chunks=4)
     assert layer.comm_backend == "comm", "a refusal must leave the layer as it was"
     texts["import"] = _import_of_another_version()
     return texts

@@ -28,8 +28,8 @@ from tests.integration.deepspeed.refusals import refused, refused_by_deepspeed
 from tests.integration.jobs import require, run_checks
 from tests.integration.transformers.models import LAYERS, TOP_K
 
-CHUNKED: dict[str, Any] = {"chunk_tokens": 4}
-RECOMPUTED: dict[str, Any] = {**CHUNKED, "chunk_recompute": True}
+CHUNKED: dict[str, Any] = {"chunks": 4}
+RECOMPUTED: dict[str, Any] = {"chunks": {"tokens": 4, "recompute": True}}
 STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 32}
 # Training in 20 steps, and then in 5 steps whatever can be combined with it.
 ON_TWO = {
@@ -167,12 +167,12 @@ def test_a_changed_private_name_of_deepspeed_is_refused_by_name() -> None:
         ("no layers", "Linear has no MoE layers of AutoEP"),
         ("options", "options must not set hidden_size, num_experts, top_k, weights, .* got top_k, weights"),
         ("unknown", "balnce"),
-        ("quantised", 'got deliver="quantised"'),
+        ("quantised", 'got wire.deliver="quantised"'),
         ("tensor parallel", "got autotp_size=2. Set autotp_size to 1"),
         ("no group", "Call use_moe_dispatch after deepspeed.initialize"),
         ("one rank", "with autoep_size=1 each rank holds all experts"),
-        ("ZeRO 3, balance", "got balance or chunk_tokens with ZeRO stage 3. Use stage 2"),
-        ("ZeRO 3, chunks", "got balance or chunk_tokens with ZeRO stage 3. Use stage 2"),
+        ("ZeRO 3, balance", "got balance or chunks with ZeRO stage 3. Use stage 2"),
+        ("ZeRO 3, chunks", "got balance or chunks with ZeRO stage 3. Use stage 2"),
     ],
 )
 def test_what_cannot_work_is_refused(name: str, said: str) -> None:

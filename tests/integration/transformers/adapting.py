@@ -147,4 +147,4 @@ def _logits(model: Any, batch: Batch) -> Tensor:
 
 
 def balanced(case: Adapted) -> Adapted:
-    return dataclasses.replace(case, fields={**case.fields, "balance": "exact", "balance_min_rows": 0})
+    return dataclasses.replace(case, fields={**case.fields, "balance": {"name": "exact", "min_rows": 0}})
