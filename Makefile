@@ -8,6 +8,8 @@ BENCH := $(VENV)/.installed-bench
 DOCS := $(VENV)/.installed-docs
 # Trainers, without what they need: tests/integration/frameworks runs those of their functions that run on a CPU.
 FRAMEWORKS := .frameworks/.installed
+# transformer-engine's Python, whose ep.py tests/integration/nccl_ep runs. In a folder of its own, where no framework finds it.
+TRANSFORMER_ENGINE := .frameworks/te/.installed
 # The older megatron-core that is tested, in an environment of its own.
 MEGATRON_VERSION := 0.16.1
 MEGATRON_VENV := .venv-megatron-0.16
@@ -83,6 +85,10 @@ $(FRAMEWORKS): $(DEV)
 	    megatron-bridge==0.6.2 verl==0.9.1 areal==1.0.4 ms-swift==4.6.0 nemo-automodel==0.7.0
 	@touch $@
 
+$(TRANSFORMER_ENGINE): $(DEV)
+	$(PY) -m pip install --quiet --no-deps --upgrade --target .frameworks/te transformer-engine==2.20.2
+	@touch $@
+
 $(DOCS): $(DEV)
 	$(INSTALL) --editable '.[docs]'
 	@touch $@
@@ -147,7 +153,7 @@ format: $(DEV) ## format, and mend what ruff can mend
 bench: $(BENCH) ## moe-dispatch compare --peers, with torchtitan and transformers installed
 	$(PY) -m moe_dispatch_tools compare --peers --mode eager $(ARGS)
 
-integration: $(BENCH) $(MEGATRON) $(DEEPSPEED) $(FRAMEWORKS) ## the tests that need megatron-core (two versions), torchtitan, transformers, DeepSpeed and trainers
+integration: $(BENCH) $(MEGATRON) $(DEEPSPEED) $(FRAMEWORKS) $(TRANSFORMER_ENGINE) ## the tests that need megatron-core (two versions), torchtitan, transformers, DeepSpeed and trainers
 	$(PY) -m pytest tests/integration --numprocesses auto --dist loadfile $(ARGS)
 	$(MEGATRON_PY) -m pytest tests/integration/megatron_core tests/integration/cases/test_case5_graph_safe_padding.py
 	$(DEEPSPEED_PY) -m pytest tests/integration/deepspeed

@@ -42,14 +42,22 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             CONFIG.format(f"{name!r}"),
             f"BackendUnavailableError: Backend {name!r} cannot be used here: its import raised ModuleNotFoundError: "
             "No module named 'moe_dispatch.backends.deep_ep'. Repair its package, or choose one of: allgather, "
-            "alltoall, local.",
+            "alltoall, local, nccl_ep.",
         )
         for name in ("deepep", "hybridep")
     ]
     + [
         (
             CONFIG.format("'alltoal'"),
-            "ConfigError: Unknown backend 'alltoal'. Known backends: allgather, alltoall, local.",
+            "ConfigError: Unknown backend 'alltoal'. Known backends: allgather, alltoall, local, nccl_ep.",
+        )
+    ],
+    "backends/nccl_ep": [
+        (
+            CONFIG.format("'nccl_ep'"),
+            "BackendUnavailableError: Backend 'nccl_ep' cannot be used here: its import raised ModuleNotFoundError: "
+            "No module named 'moe_dispatch.backends.nccl_ep'. Repair its package, or choose one of: allgather, "
+            "alltoall, deepep, hybridep, local.",
         )
     ],
     "balance": [

@@ -53,6 +53,11 @@ def test_makefile_installs_tested_versions() -> None:
     assert {known.target for known in SUPPORT.values()} <= targets
 
 
+def test_makefile_installs_the_transformer_engine_whose_python_is_run() -> None:
+    (installed,) = re.findall(r"--target .frameworks/te transformer-engine==(\S+)", MAKEFILE)
+    assert (installed,) == SUPPORT["NCCL EP of transformer-engine"].emulated
+
+
 def test_options_name_the_emulated_releases() -> None:
     assert get_args(deepep.Release) == SUPPORT["DeepEP"].emulated
     assert get_args(hybridep.Release) == SUPPORT["HybridEP"].emulated

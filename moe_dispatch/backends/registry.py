@@ -17,7 +17,7 @@ from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatc
 ENTRY_POINT_GROUP = "moe_dispatch.backends"
 AUTO = "auto"
 # For editors, which offer these names; names of other backends are as good.
-BackendName = Literal["auto", "local", "allgather", "alltoall", "deepep", "hybridep"]
+BackendName = Literal["auto", "local", "allgather", "alltoall", "deepep", "hybridep", "nccl_ep"]
 
 _PATHS = {
     "local": "moe_dispatch.backends.local:LocalOptions",
@@ -25,6 +25,7 @@ _PATHS = {
     "alltoall": "moe_dispatch.backends.alltoall.options:AllToAllOptions",
     "deepep": "moe_dispatch.backends.deep_ep.deepep:DeepEPOptions",
     "hybridep": "moe_dispatch.backends.deep_ep.hybridep:HybridEPOptions",
+    "nccl_ep": "moe_dispatch.backends.nccl_ep.backend:NcclEPOptions",
 }
 _BUILT_IN = {name: EntryPoint(name, path, ENTRY_POINT_GROUP) for name, path in _PATHS.items()}
 _REGISTERED: dict[str, type[BackendOptions]] = {}

@@ -139,7 +139,7 @@ def test_what_cannot_be_registered(refused: Any, text: str) -> None:
 def test_unknown_name_with_the_list_and_the_nearest(install: Install, name: str, near: str | None) -> None:
     register_backend(Ours)
     nearest = "" if near is None else rf" Did you mean {near!r}\?"
-    text = rf"^Unknown backend {name!r}\. Known backends: allgather, alltoall, [a-z, ]+\.{nearest} \[MD01\]$"
+    text = rf"^Unknown backend {name!r}\. Known backends: allgather, alltoall, [a-z_, ]+\.{nearest} \[MD01\]$"
     with pytest.raises(ConfigError, match=text):
         load_backend(name)
 

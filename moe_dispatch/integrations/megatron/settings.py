@@ -27,8 +27,8 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
 }
 # The way out for each field with another value. Fields that are not in _ACCEPTED must be None or False.
 _WAYS_OUT = {
-    "moe_token_dispatcher_type": 'Set it to "alltoall", and name the library here: backend="deepep" or '
-    'backend="hybridep"',
+    "moe_token_dispatcher_type": 'Set it to "alltoall", and name the library here: backend="deepep", '
+    'backend="hybridep" or backend="nccl_ep"',
     "moe_enable_deepep": 'Leave it out, and pass backend="deepep"',
     "moe_permute_fusion_into_hybridep": 'Leave it out, and pass backend={"name": "hybridep", "fuse_permute": True}',
     "moe_hybridep_pad_uneven_dispatch_inputs": "Leave it out: the dispatcher makes row counts equal if needed",

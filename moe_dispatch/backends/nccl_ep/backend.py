@@ -1,0 +1,352 @@
+"""``nccl_ep``: NVIDIA's NCCL EP, through transformer-engine, sends each row once to each rank that needs it.
+
+This module has the options, the backend, which makes the library's group, and the route of one dispatch.
+
+Source: transformer-engine 2.20.2, pytorch/ep.py and common/include/transformer_engine/ep.h; nccl-extensions 44d2de0,
+nccl_ep.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, final
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor
+
+from moe_dispatch._probing import Rejected, Usable
+from moe_dispatch.backends.base import Arrived, Backend, BackendContext, BackendOptions, Constraints, MoEShape, Route
+from moe_dispatch.backends.capacity import worst_rows
+from moe_dispatch.backends.nccl_ep import library
+from moe_dispatch.backends.nccl_ep.exchange import Exchange
+from moe_dispatch.backends.volume import SentBytes, Volume
+from moe_dispatch.communication import read_host
+from moe_dispatch.errors import ConfigError, StateError
+from moe_dispatch.permutation import accumulation_dtype
+from moe_dispatch.permutation.index import round_up, running_total
+from moe_dispatch.types import Capacity, Sizes
+
+logger = logging.getLogger("moe_dispatch")
+
+_ROWS_MULTIPLE = 64  # as Megatron rounds the bound of the rows of a rank
+_MOST_RANKS = 64  # by the release notes of NCCL EP
+_MOST_LOCAL_EXPERTS = 256  # its kernels assert it
+# The open backend that made the group of a library. The library has one group for a process.
+_holders: weakref.WeakKeyDictionary[Any, weakref.ref[NcclEP]] = weakref.WeakKeyDictionary()
+
+
+@final
+class NcclEPOptions(BackendOptions):
+    """Options of ``nccl_ep``.
+
+    Attributes:
+        num_sms: Most streaming multiprocessors that the kernels may use. None is the library's default.
+    """
+
+    name = "nccl_ep"
+
+    num_sms: Annotated[int, Field(ge=1)] | None = None
+
+    def probe(self) -> Usable | Rejected:
+        found = library.find_library()
+        return found if isinstance(found, Rejected) else Usable(version=found.version)
+
+    def constraints(self, shape: MoEShape) -> Constraints:
+        pad, found = shape.pad_multiple, library.find_library()
+        if pad & (pad - 1):
+            raise ConfigError(
+                f"Backend 'nccl_ep': pad_multiple must be a power of two, got {pad}. Use {1 << pad.bit_length()}, or "
+                "another backend."
+            )
+        return Constraints(
+            group_max=True,
+            # A rank without rows brings one that names no expert, because nothing says that the library takes none.
+            min_rows=1,
+            hidden_multiple=8,  # rows are copied in 16 bytes
+            dtypes=frozenset({torch.bfloat16}),
+            devices=frozenset({"cuda" if isinstance(found, Rejected) else found.device}),
+            group_sizes=frozenset(range(2, _MOST_RANKS + 1)),
+            group_sizes_hint='Use "local" on one rank, or "deepep" on more than 64.',
+            max_local_experts=_MOST_LOCAL_EXPERTS,
+            pads_experts=True,
+            counts_with_sizes=True,
+            wire_dtypes=frozenset({"bfloat16"}),
+            graph_safe=True,
+            drop_order="position",
+        )
+
+    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
+        """Count the rows only, each sent once to each rank that needs it. The library sends ids and weights too."""
+        there, back = volume.pairs_out * 2 * shape.hidden_size, volume.pairs_in * 2 * shape.hidden_size
+        return SentBytes(
+            sent={"dispatch": there, "combine": back, "combine.backward": there, "dispatch.backward": back},
+            payload_only=True,
+            once_per_node=True,
+            row_dtypes=(torch.bfloat16, torch.bfloat16),
+        )
+
+    def open(self, context: BackendContext) -> Backend:
+        found = library.find_library()
+        assert isinstance(found, library.EPLibrary)
+        if found.device == "cuda":
+            _check_group(context.communicator.group)
+        backend = NcclEP(found, context, self.num_sms)
+        if context.communicator.rank == 0:
+            told = found.version, context.communicator.size
+            logger.info("backend 'nccl_ep': transformer-engine %s, %d ranks.", *told)
+        return backend
+
+
+@final
+class NcclEP(Backend):
+    """NCCL EP, of which a process has one group, for one set of sizes.
+
+    The library's group is made for the largest number of rows of any rank, and its kernels trap if a rank brings more.
+    So ``reserve`` makes it anew when the ranks agree on more. The group for more rows is up to an eighth larger than it
+    must be, so that it is not made anew for each step that is a little longer.
+
+    In eager mode the library reads the number of arriving rows on the host, and allocates them. In graph-safe mode the
+    buffers hold ``Capacity.buffer_rows`` rows. The library drops the last expert-major rows if more are needed, and if
+    more different tokens arrive at the rank than the buffer has rows, the last of these tokens. It says how many rows
+    were needed with padding. So after a drop the demand is the smallest that is possible, and one ``grow`` is enough.
+
+    A slot with the id -1 goes nowhere. The header of the library promises nothing about such ids; all of its kernels
+    that read ids skip those below 0. In eager mode ``dispatch`` compares the rows that arrived with those that the
+    ranks have counted, which finds a version that does otherwise.
+
+    Cost: a host sync per eager dispatch, in the library, and another if sizes come without the ranks' counts; none in
+    combine or a backward. ``send`` (``again=``) exchanges the ids again, and in eager mode has the library's host sync.
+    In graph-safe mode there is none at all.
+    """
+
+    collective_close = True
+
+    def __init__(self, found: library.EPLibrary, context: BackendContext, num_sms: int | None) -> None:
+        super().__init__(context)
+        self.ep, self._num_sms = found.ep, num_sms
+        self._rows, self._capacity = 0, None if not context.shape.graph_safe else 0
+        self.group_number = 0
+        self.is_open = True
+        with torch.inference_mode(False):
+            self.anchor = torch.zeros((), requires_grad=True)
+        self._hold()
+
+    def _hold(self) -> None:
+        """Note that this backend makes the library's group.
+
+        Raises:
+            ConfigError: Another dispatcher, or another user of the library, has made a group.
+        """
+        reference = _holders.get(self.ep)
+        holder = None if reference is None else reference()
+        if holder is not None:
+            same = holder.context.communicator.group is self.context.communicator.group
+            what = "other settings" if same else "another group"
+            raise ConfigError(
+                "Backend 'nccl_ep': NCCL EP has one group and one set of sizes in a process, and a dispatcher with "
+                f"{what} has it. Close that one before you drop it, give both the same config and group, or use "
+                "another backend for one of them."
+            )
+        if self.ep.is_ep_bootstrapped():
+            if reference is None:
+                raise ConfigError(
+                    "Backend 'nccl_ep': another user of transformer_engine.pytorch.ep has bootstrapped NCCL EP in this "
+                    "process. Call ep_finalize() on every rank before, or use another backend."
+                )
+            self.ep.ep_finalize()  # the backend that made it is gone, because building it failed on another rank
+        _holders[self.ep] = weakref.ref(self)
+
+    def reserve(self, sizes: Sizes) -> None:
+        """Make the library's group anew if it is too small for these sizes. Collective if it does."""
+        shape, rows = self.context.shape, max(sizes.group_max_rows or 1, 1)
+        capacity = None if sizes.capacity is None else sizes.capacity.buffer_rows
+        if rows <= self._rows and capacity == self._capacity:
+            return
+        bound = self._bound(rows)
+        if capacity is not None:
+            bound = min(bound, capacity)
+            if capacity < rows:
+                raise ConfigError(
+                    "Backend 'nccl_ep': the buffer of a rank's experts must hold at least the rows that a rank brings, "
+                    f"{rows}, got {capacity}. Raise graph_safe.capacity_factor to {math.ceil(1000 / shape.top_k) / 1000} or more."
+                )
+        if self.ep.is_ep_bootstrapped():
+            logger.info("backend 'nccl_ep': the group for %d rows per rank is made anew, for %d.", self._rows, bound)
+            self._finalize()
+        self.ep.ep_bootstrap(
+            self.context.communicator.group,
+            num_experts=shape.num_experts,
+            max_tokens_per_rank=bound,
+            hidden_dim=shape.hidden_size,
+            num_topk=shape.top_k,
+            recv_capacity_per_rank=capacity,
+            max_num_sms=self._num_sms or 0,
+            # It costs a pass over the buffer in each dispatch, so not where nothing can overflow.
+            drop_on_overflow=sizes.capacity is not None and sizes.capacity.rows < worst_rows(shape),
+        )
+        self._rows, self._capacity = bound, capacity
+        self.group_number += 1
+
+    def _bound(self, rows: int) -> int:
+        """Return the number of rows of a rank for which a group for ``rows`` rows is made.
+
+        It has steps of an eighth to a sixteenth: 64, 128, ..., 1024, 1152, ..., 2048, 2304.
+        """
+        bound = round_up(rows, max(_ROWS_MULTIPLE, (1 << (rows - 1).bit_length()) >> 4))
+        most = self.context.most_rows
+        return bound if most is None else min(bound, round_up(max(rows, most), _ROWS_MULTIPLE))
+
+    def _finalize(self) -> None:
+        """Release the library's group when no kernel uses the memory of another rank any more."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.context.communicator.max([0], label="group")
+        self.ep.ep_finalize()
+
+    def close(self) -> None:
+        """Release the group of the library, which must be gone before the process group is. Collective."""
+        if not self.is_open:
+            return
+        self.is_open, self.group_number = False, self.group_number + 1
+        try:
+            if self.ep.is_ep_bootstrapped():
+                self._finalize()
+        finally:
+            del _holders[self.ep]
+
+    def make_buffer(self, device: torch.device) -> Any:
+        """Make the library's buffer of one dispatch."""
+        shape = self.context.shape
+        return self.ep.EpBuffer(
+            shape.top_k,
+            self._rows,
+            shape.hidden_size,
+            shape.num_local_experts,
+            recv_capacity_per_rank=self._capacity,
+            alignment=shape.pad_multiple,
+            device=device,
+        )
+
+    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        """Send each row once to each rank that needs it, and copy it there to its experts.
+
+        The library returns the rows of each expert by source rank, then by row, then zero padding; their weights, which
+        are exactly the bits that were sent, and +0.0 on padding; and the number of rows of each expert. Versions
+        differ in whether this number has the padding, so it is rounded up.
+        """
+        pad, capacity = self.context.shape.pad_multiple, sizes.capacity
+        exchange = Exchange(self, ids_TK)
+        rows_RD, weights_R = exchange.dispatch(rows_TD.bfloat16().contiguous(), _marked(weights_TK))
+        padded_L = (exchange.buffer.tokens_per_expert + (pad - 1)) // pad * pad
+        is_real_R = (weights_R != 0) | torch.signbit(weights_R)
+        real_L = running_total(is_real_R).index_select(0, running_total(padded_L)).diff()
+        total = exchange.buffer.total_recv_tokens
+        return Arrived(
+            rows=rows_RD.to(rows_TD.dtype),
+            weights=(weights_R + 0.0).to(weights_TK.dtype),  # -0.0 becomes 0.0 again
+            tokens_per_expert=padded_L,
+            real_tokens_per_expert=real_L,
+            tokens_per_expert_list=None if capacity is not None else self._counted(padded_L, len(rows_RD), sizes),
+            route=NcclEPRoute(exchange=exchange, is_real_R=is_real_R),
+            demand=None if capacity is None else self._demand(real_L, total, capacity),
+        )
+
+    def _counted(self, padded_L: Tensor, arrived: int, sizes: Sizes) -> tuple[int, ...]:
+        """Return the padded rows of each expert on the host, and check that so many rows arrived."""
+        shape, rank = self.context.shape, self.context.communicator.rank
+        counted, mine = sizes.tokens_per_expert, slice(rank * shape.num_local_experts, None)
+        if counted is None:
+            on_host = tuple(read_host(padded_L))
+        else:
+            on_host = tuple(round_up(count, shape.pad_multiple) for count in counted[mine][: shape.num_local_experts])
+        if sum(on_host) != arrived:
+            raise StateError(
+                f"Backend 'nccl_ep': the experts of rank {rank} must get {sum(on_host)} rows, padding included, got "
+                f"{arrived}. The library counts other slots than the ranks did. Run self_test(), and use another "
+                "backend until it passes."
+            )
+        return on_host
+
+    def _demand(self, real_L: Tensor, total: Tensor, capacity: Capacity) -> Tensor:
+        """Return the demand of ``Arrived.demand``, int64 (2,).
+
+        It exceeds ``capacity.rows`` exactly if rows were dropped. The library tells the rows that were needed with
+        padding. At most ``pad_multiple - 1`` rows of each expert were padding.
+        """
+        shape, arrived, total = self.context.shape, real_L.sum(), total.view(())
+        least = (total - shape.num_local_experts * (shape.pad_multiple - 1)).clamp(min=capacity.rows + 1)
+        dropped = total > capacity.buffer_rows
+        needed = torch.where(dropped, torch.maximum(least, arrived + 1), arrived.clamp(max=capacity.rows))
+        return torch.stack([needed, torch.zeros_like(needed)])
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class NcclEPRoute(Route):
+    """The exchange of one dispatch, and which of its rows are real, bool (R,): False on padding."""
+
+    exchange: Exchange
+    is_real_R: Tensor
+
+    def send(self, rows_TD: Tensor) -> Tensor:
+        return self.exchange.send(rows_TD.bfloat16().contiguous()).to(rows_TD.dtype)
+
+    def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
+        weighted_RD = rows_RD
+        if weights_R is not None:
+            wide = accumulation_dtype(rows_RD.dtype)
+            weighted_RD = rows_RD.to(wide) * weights_R.to(wide).unsqueeze(1)
+        return self.exchange.combine(weighted_RD.bfloat16().contiguous()).to(rows_RD.dtype)
+
+    def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        sent_R = (
+            torch.zeros_like(self.is_real_R, dtype=torch.float32) if grad_R is None else grad_R.float().contiguous()
+        )
+        grad_TD, grad_TK = self.exchange.dispatch_backward(grad_RD.bfloat16().contiguous(), sent_R)
+        return grad_TD.to(grad_RD.dtype), None if grad_R is None else grad_TK.to(grad_R.dtype)
+
+    def combine_backward(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        arrived_RD = self.exchange.combine_backward(grad_TD.bfloat16().contiguous(), len(self.is_real_R))
+        if weights_R is None:
+            return arrived_RD.to(grad_TD.dtype), None
+        wide, dots_R = accumulation_dtype(grad_TD.dtype), None
+        grad_RD = arrived_RD.to(wide)
+        if rows_RD is not None:
+            # Padding of the outputs may hold NaN, so its products are replaced by 0, not multiplied by 0.
+            products_R = torch.linalg.vecdot(grad_RD, rows_RD.to(wide))
+            dots_R = torch.where(self.is_real_R, products_R, 0).to(weights_R.dtype)
+        return (grad_RD * weights_R.to(wide).unsqueeze(1)).to(grad_TD.dtype), dots_R
+
+
+def _check_group(group: dist.ProcessGroup | None) -> None:
+    """Refuse a group that is not over NCCL, whose communicator the library borrows, or is on another device."""
+    backend: Any = None
+    if group is not None:
+        with suppress(RuntimeError):  # the group has no backend for CUDA
+            backend = group._get_backend(torch.device("cuda"))
+    if group is None or not hasattr(backend, "_comm_ptr"):
+        found = "None" if group is None else "one without CUDA" if backend is None else type(backend).__name__
+        raise ConfigError(
+            f"Backend 'nccl_ep' needs a process group over NCCL, whose communicator it borrows, got {found}. Pass "
+            'group=, made by init_process_group("nccl").'
+        )
+    bound, current = group.bound_device_id, torch.cuda.current_device()
+    if bound is not None and bound.index != current:
+        raise ConfigError(
+            f"Backend 'nccl_ep': the library runs on the current device, which must be that of the group, {bound}, got "
+            f"cuda:{current}. Call torch.cuda.set_device before."
+        )
+
+
+def _marked(weights_TK: Tensor) -> Tensor:
+    """Return float32 weights in which +0.0 became -0.0, so that the receiver can tell real rows from padding."""
+    weights_TK = weights_TK.float()
+    return torch.where(weights_TK == 0, -0.0, weights_TK).contiguous()
