@@ -49,10 +49,9 @@ SUPPORT = {
         refused="0ed15b5",
         target="test",
     ),
-    "NCCL EP of transformer-engine": Support(
-        emulated=("2.20.2",), refused="below 2.20, or built without it", target="integration"
+    "transformer-engine": Support(
+        emulated=("2.20.2",), refused="below 2.20, or built without NCCL EP", target="integration"
     ),
-    "transformer-engine": Support(emulated=("2.10.0", "2.20.2"), lowest="2.10.0", target="test"),
 }
 """What is supported, by the name of the distribution or of the library."""
 

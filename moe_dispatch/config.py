@@ -127,9 +127,8 @@ class DispatcherConfig(BaseModel):
         graph_safe: Whether dispatch and combine, forward and backward, do without host syncs and without shapes that
             depend on data. Or a mapping with the room for rows, and what happens to others, as in
             ``GraphSafeOptions``. True is room for every possible routing.
-        permutation: Implementation of the reorder on one rank: "torch", "triton" (kernels of this package) or "te"
-            (kernels of transformer-engine). A named one is used or refused. "auto" is "triton" on CUDA devices where
-            Triton works, and "torch" elsewhere.
+        permutation: Implementation of the reorder on one rank: "torch" or "triton" (kernels of this package). A named
+            one is used or refused. "auto" is "triton" on CUDA devices where Triton works, and "torch" elsewhere.
         device: "cpu" or "cuda" refuses tensors on other devices. None accepts all devices.
         watchdog: Time limit of each collective of this library, in seconds. Where a collective fails or takes longer,
             every waiting rank raises a ``LostPeerError`` that says where each rank is. None takes the variable

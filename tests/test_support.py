@@ -55,7 +55,7 @@ def test_makefile_installs_tested_versions() -> None:
 
 def test_makefile_installs_the_transformer_engine_whose_python_is_run() -> None:
     (installed,) = re.findall(r"--target .frameworks/te transformer-engine==(\S+)", MAKEFILE)
-    assert (installed,) == SUPPORT["NCCL EP of transformer-engine"].emulated
+    assert (installed,) == SUPPORT["transformer-engine"].emulated
 
 
 def test_options_name_the_emulated_releases() -> None:

@@ -24,7 +24,7 @@ from moe_dispatch.types import Capacity, Sizes
 PROTOCOL = 1
 """Version of the contract between dispatchers and backends. A backend states the version it was written for."""
 
-PermutationName = Literal["auto", "torch", "triton", "te"]
+PermutationName = Literal["auto", "torch", "triton"]
 DropOrder = Literal["weight", "position"]
 
 MARKED_DISPATCHERS = 64

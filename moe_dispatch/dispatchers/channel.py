@@ -453,12 +453,10 @@ def _draw(
     if config.graph_safe:
         check_buffers(options.name, options.capacity(shape))
     if config.permutation != "auto":
-        where = f'Backend {options.name!r}: permutation must be "auto"'
         if needs.pads_experts:
-            raise ConfigError(f"{where}, because its library reorders rows itself, got {config.permutation!r}.")
-        if config.graph_safe and config.permutation == "te":
             raise ConfigError(
-                f'{where}, "torch" or "triton" with graph_safe=True: transformer-engine is not used on fixed buffers.'
+                f'Backend {options.name!r}: permutation must be "auto", because its library reorders rows itself, got '
+                f"{config.permutation!r}."
             )
         kinds = {config.device} if config.device is not None else needs.devices or device_types(communicator.group)
         if len(kinds) == 1:  # the device of the rows is already certain

@@ -17,7 +17,6 @@ logger = logging.getLogger("moe_dispatch")
 _CLASSES = {
     "torch": "moe_dispatch.permutation.rows:TorchPermutation",
     "triton": "moe_dispatch.permutation.triton_rows:TritonPermutation",
-    "te": "moe_dispatch.permutation.te_rows:TransformerEnginePermutation",
 }
 
 

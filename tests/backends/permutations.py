@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from moe_dispatch.permutation import Permutation, TorchPermutation
-from moe_dispatch.permutation.te_rows import TransformerEnginePermutation, kernels_of
 from moe_dispatch.permutation.triton_rows import TritonPermutation
-from tests.backends.te_stand_in import VERSIONS, stand_in
 
 # Triton reads this once, when it is imported, and its compiler and its interpreter exclude each other in a process. So
 # the interpreter's cases run in a process of their own, which test_permutation_triton.py starts.
@@ -18,10 +16,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def implementations() -> dict[str, Permutation]:
-    """By name; those of transformer-engine are the oldest and the newest version that is recorded."""
+    """By name."""
     found: dict[str, Permutation] = {"torch": TorchPermutation()}
-    for version in (VERSIONS[0], VERSIONS[-1]):
-        found[f"te-{version}"] = TransformerEnginePermutation(kernels_of(stand_in(version)[0], version))
     if INTERPRETED:
         _convert_as_hardware_does()
         found["triton"] = TritonPermutation()

@@ -38,7 +38,7 @@ LEFT_OUT_FILES = (
     "compile/test_compile_page.py",  # compiles again what other tests of the folder compile
 )
 LEFT_OUT_NAMES = (
-    *("te-2.", "deepep", "hybridep"),  # stand-ins and emulations of other libraries
+    *("deepep", "hybridep"),  # emulations of other libraries
     *("bytes", "raises_in_its_dispatch"),  # arithmetic and texts of our own, in many combinations
     "(test_compiled_ranks and allgather)",  # starts processes that compile; alltoall is enough
     "(test_scenarios and (ring or strict))",  # written for tests and examples

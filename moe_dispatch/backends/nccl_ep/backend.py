@@ -174,7 +174,8 @@ class NcclEP(Backend):
             if capacity < rows:
                 raise ConfigError(
                     "Backend 'nccl_ep': the buffer of a rank's experts must hold at least the rows that a rank brings, "
-                    f"{rows}, got {capacity}. Raise graph_safe.capacity_factor to {math.ceil(1000 / shape.top_k) / 1000} or more."
+                    f"{rows}, got {capacity}. Raise graph_safe.capacity_factor to "
+                    f"{math.ceil(1000 / shape.top_k) / 1000} or more."
                 )
         if self.ep.is_ep_bootstrapped():
             logger.info("backend 'nccl_ep': the group for %d rows per rank is made anew, for %d.", self._rows, bound)
