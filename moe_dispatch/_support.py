@@ -44,6 +44,8 @@ SUPPORT = {
     "areal": Support(tested=("1.0.4",), target="integration"),
     "ms-swift": Support(tested=("4.6.0",), target="integration"),
     "DeepEP": Support(emulated=("v1.2.1", "v2-2.1.0", "v2.5.0"), lowest="v1.2.1", target="test"),
+    "UCCL-EP": Support(emulated=("uccl-da914a2",), target="test"),
+    "ROCm DeepEP": Support(emulated=("rocm-92b4ae1",), target="test"),
     "HybridEP": Support(
         emulated=("hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744", "hybridep-746"),
         refused="0ed15b5",

@@ -59,7 +59,8 @@ def test_makefile_installs_the_transformer_engine_whose_python_is_run() -> None:
 
 
 def test_options_name_the_emulated_releases() -> None:
-    assert get_args(deepep.Release) == SUPPORT["DeepEP"].emulated
+    others = SUPPORT["UCCL-EP"].emulated + SUPPORT["ROCm DeepEP"].emulated
+    assert get_args(deepep.Release) == SUPPORT["DeepEP"].emulated + others
     assert get_args(hybridep.Release) == SUPPORT["HybridEP"].emulated
 
 

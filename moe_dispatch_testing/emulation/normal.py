@@ -5,6 +5,7 @@ Source: deep_ep/buffer.py, csrc/deep_ep.cpp, csrc/kernels/intranode.cu and inter
 
 from __future__ import annotations
 
+import functools
 from typing import Any, final
 
 import torch
@@ -21,11 +22,12 @@ from moe_dispatch_testing.emulation.signatures import follow_release, recorded
 from moe_dispatch_testing.host_syncs import allow_host_syncs
 
 _DISPATCH, _COMBINE = "Buffer.dispatch", "Buffer.combine"
-_NODE_COUNTS = (2, 4, 8, 16, 18, 20)  # csrc/kernels/launch.cuh:62-71
+# Numbers of nodes with kernels: csrc/kernels/launch.cuh:62-71 of v1.2.1, ep/include/ep_launch.cuh of UCCL, and
+# csrc/kernels/launch.cuh of ROCm/DeepEP, where 9 nodes have no default configuration.
+_NODE_COUNTS = {"v1.2.1": (2, 4, 8, 16, 18, 20), "uccl-da914a2": (2, 3, 4, 8, 16), "rocm-92b4ae1": (2, 4, 8, 16)}
 
 
-@final
-class Buffer:
+class NormalBuffer:
     """Emulates high-throughput dispatch and combine over a process group of CPU ranks.
 
     A group of 2, 4 or 8 ranks is one node. A larger group has nodes of 8 ranks. Low-latency mode is not emulated.
@@ -35,6 +37,7 @@ class Buffer:
     """
 
     num_sms: int = 20
+    node_counts: tuple[int, ...] = ()
     ids_dtype: torch.dtype = torch.int64  # ``topk_idx_t`` of builds after v1.2.1, which may be int32
 
     def __init__(
@@ -48,6 +51,9 @@ class Buffer:
         allow_mnnvl: bool = False,
         explicitly_destroy: bool = False,
         comm: Any = None,
+        is_intranode: bool | None = None,
+        use_fabric: bool = False,
+        enable_shrink: bool = False,
     ) -> None:
         if group is None:
             raise ValueError("Buffer: the emulation needs a ProcessGroup, got None. Pass it as group.")
@@ -61,7 +67,7 @@ class Buffer:
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         _refuse_fill()
-        self.runtime = _NormalRuntime(group, num_nvl_bytes, num_rdma_bytes, num_qps_per_rank)
+        self.runtime = _NormalRuntime(group, num_nvl_bytes, num_rdma_bytes, num_qps_per_rank, self.node_counts)
 
     def destroy(self) -> None:
         """Free the buffer. All ranks must call this, because they meet in a barrier."""
@@ -76,7 +82,7 @@ class Buffer:
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         assert new_num_sms % 2 == 0, "The SM count must be even"
-        Buffer.num_sms = new_num_sms
+        NormalBuffer.num_sms = new_num_sms
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -85,12 +91,12 @@ class Buffer:
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         assert num_ranks in DISPATCH_QUEUES, f"Unsupported number of EP ranks: {num_ranks}"
-        return Config(Buffer.num_sms, *DISPATCH_QUEUES[num_ranks])
+        return Config(NormalBuffer.num_sms, *DISPATCH_QUEUES[num_ranks])
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
         assert num_ranks in COMBINE_QUEUES, f"Unsupported number of EP ranks: {num_ranks}"
-        return Config(Buffer.num_sms, *COMBINE_QUEUES[num_ranks])
+        return Config(NormalBuffer.num_sms, *COMBINE_QUEUES[num_ranks])
 
     @allow_host_syncs()
     def get_dispatch_layout(
@@ -203,14 +209,25 @@ def _refuse_fill() -> None:
     require(not torch_fills_memory(), f"{setting} must be off in deterministic mode, got on", EmulatedAbort)
 
 
-follow_release("v1.2.1", Buffer)
+@functools.cache
+def buffer_class(release: str) -> type[NormalBuffer]:
+    """Return the class ``Buffer`` of v1.2.1, or of another library that has this class, with its parameters."""
+    own = {"node_counts": _NODE_COUNTS[release], "__doc__": NormalBuffer.__doc__, "__module__": __name__}
+    return follow_release(release, type("Buffer", (NormalBuffer,), own))
 
 
 @final
 class _NormalRuntime:
     """The buffers of one rank. Every method is collective and works outside autograd."""
 
-    def __init__(self, group: dist.ProcessGroup, nvl_bytes: int, rdma_bytes: int, num_qps_per_rank: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        nvl_bytes: int,
+        rdma_bytes: int,
+        num_qps_per_rank: int,
+        node_counts: tuple[int, ...],
+    ) -> None:
         self.exchange = RankExchange(group)
         self._rank, self._size = self.exchange.rank, self.exchange.size
         self.nodes = max(1, self._size // NVL_PEERS)
@@ -218,8 +235,9 @@ class _NormalRuntime:
         names = recorded("v1.2.1")["handles"]
         self._names = names["dispatch" if self.nodes == 1 else "internode_dispatch"]
         with self.exchange.entrance("Buffer") as entry:
-            in_nodes = self._size % NVL_PEERS == 0 and self.nodes in _NODE_COUNTS
-            rule = "a group must have 2, 4 or 8 ranks, or 2, 4, 8, 16, 18 or 20 nodes of 8 ranks"
+            in_nodes = self._size % NVL_PEERS == 0 and self.nodes in node_counts
+            *most, last = map(str, node_counts)
+            rule = f"a group must have 2, 4 or 8 ranks, or {', '.join(most)} or {last} nodes of 8 ranks"
             require(self._size in (2, 4, 8) or in_nodes, f"{rule}, got {self._size} ranks")
             require(nvl_bytes % 128 == rdma_bytes % 128 == 0, "the bytes of a buffer must be a multiple of 128")
             require(rdma_bytes == 0 or self.nodes > 1, f"num_rdma_bytes must be 0 within a node, got {rdma_bytes}")
@@ -427,8 +445,8 @@ class _NormalRuntime:
 
 def _check_ids(ids: Tensor) -> None:
     require_cpu(ids)
-    fits = ids.dtype == Buffer.ids_dtype and ids.dim() == 2 and ids.is_contiguous()
-    expected = str(Buffer.ids_dtype).removeprefix("torch.")
+    fits = ids.dtype == NormalBuffer.ids_dtype and ids.dim() == 2 and ids.is_contiguous()
+    expected = str(NormalBuffer.ids_dtype).removeprefix("torch.")
     require(fits, f"topk_idx must be contiguous {expected} (T, K), got {ids.dtype} of shape {tuple(ids.shape)}")
 
 

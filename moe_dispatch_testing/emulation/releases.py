@@ -20,9 +20,12 @@ from moe_dispatch_testing.emulation.elastic_rows import EPHandle, GuardedEPHandl
 from moe_dispatch_testing.emulation.events import ElasticEventOverlap, EPEventOverlap, EventHandle, EventOverlap
 from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer
 from moe_dispatch_testing.emulation.hybrid_rows import indices_to_map
-from moe_dispatch_testing.emulation.normal import Buffer
+from moe_dispatch_testing.emulation.normal import buffer_class
 
-RELEASES = SUPPORT["DeepEP"].emulated + SUPPORT["HybridEP"].emulated
+LIKE_V1 = SUPPORT["UCCL-EP"].emulated + SUPPORT["ROCm DeepEP"].emulated
+"""Other libraries whose import name is ``deep_ep`` and that have the class of v1."""
+
+RELEASES = SUPPORT["DeepEP"].emulated + LIKE_V1 + SUPPORT["HybridEP"].emulated
 """The releases of deep_ep that can be emulated."""
 
 
@@ -41,7 +44,7 @@ def emulated_deep_ep(release: str) -> ModuleType:
         return _v2(release)
     if release.startswith("v2.5"):
         return _v25(release)
-    return _hybrid_ep(release) if release.startswith("hybridep-") else _v1()
+    return _hybrid_ep(release) if release.startswith("hybridep-") else _v1(release)
 
 
 @contextmanager
@@ -85,13 +88,21 @@ def _module(name: str, **names: object) -> ModuleType:
     return module
 
 
-def _v1() -> ModuleType:
+def _v1(release: str) -> ModuleType:
+    """Make the module of v1, or of a library that has its class."""
+    buffer, more = buffer_class(release), dict[str, object]()
+    if release.startswith("uccl-"):
+        more = {"EventHandle": EventHandle, **dict.fromkeys(("initialize_uccl", "destroy_uccl"), _unemulated_function)}
+        more["check_nvlink_connections"] = _unemulated_function
+    elif release.startswith("rocm-"):
+        more = {"topk_idx_t": torch.int64}
     return _module(
         "deep_ep",
-        Buffer=Buffer,
+        Buffer=buffer,
         Config=Config,
         EventOverlap=EventOverlap,
-        buffer=_module("deep_ep.buffer", Buffer=Buffer, Config=Config, EventHandle=EventHandle),
+        **more,
+        buffer=_module("deep_ep.buffer", Buffer=buffer, Config=Config, EventHandle=EventHandle),
         utils=_module("deep_ep.utils", EventHandle=EventHandle, EventOverlap=EventOverlap),
     )
 
@@ -160,6 +171,10 @@ def _hybrid_ep(release: str) -> ModuleType:
         ),
         utils=_module("deep_ep.utils", EventHandle=EventHandle, EventOverlap=EventOverlap),
     )
+
+
+def _unemulated_function(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError("A buffer calls this function itself. It is not emulated.")
 
 
 def _unemulated_buffer(release: str) -> type:

@@ -68,11 +68,11 @@ def broken_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_libraries_of_deep_ep_are_looked_for(command: Command, broken_cuda: Path) -> None:
     backend = named(found(command, "--backend", "deepep", status=1), "deepep")
     assert backend["reason"] == "no module named 'deep_ep' is installed"
-    assert backend["emulations"] == ["v1.2.1", "v2-2.1.0", "v2.5.0"]
+    assert backend["emulations"] == ["v1.2.1", "v2-2.1.0", "v2.5.0", "uccl-da914a2", "rocm-92b4ae1"]
     assert backend["constraints"] == {}
     shown = command("doctor", "--backend", "deepep").out
     assert "deepep: not usable: no module named 'deep_ep' is installed" in shown
-    assert "can be emulated (--emulated): v1.2.1, v2-2.1.0, v2.5.0" in shown
+    assert "can be emulated (--emulated): v1.2.1, v2-2.1.0, v2.5.0, uccl-da914a2, rocm-92b4ae1" in shown
     assert "NCCL 2.32.3," in shown, "the one that is loaded"
     assert f"\nCUDA_HOME: {broken_cuda}, without lib64/libcudart*, which HybridEP needs\n" in shown
     (broken_cuda / "lib64").mkdir()

@@ -15,8 +15,10 @@ from moe_dispatch_testing.strict import StrictOptions
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_backend"
 
-# Releases that are driven as their newest one is, which runs on one and two ranks too. These run on four.
+# Releases that are driven as another one is, which runs on one and two ranks too. These run on four.
 OLDER_RELEASES: tuple[BackendSpec, ...] = (
+    {"name": "deepep", "emulate": "uccl-da914a2"},
+    {"name": "deepep", "emulate": "rocm-92b4ae1"},
     {"name": "deepep", "emulate": "v2-2.1.0"},
     {"name": "hybridep", "emulate": "hybridep-94a9f8f"},
     {"name": "hybridep", "emulate": "hybridep-94a9f8f", "fuse_permute": True},

@@ -15,6 +15,7 @@ from moe_dispatch.backends import Constraints, register_backend, registry
 from moe_dispatch.backends.local import LocalOptions
 from moe_dispatch_testing import SCENARIOS, Case, check_backend, kit, run_case
 from moe_dispatch_testing.case import BackendSpec
+from moe_dispatch_testing.emulation.releases import LIKE_V1
 from moe_dispatch_testing.kit import describe, excuse, fitted
 from moe_dispatch_testing.scenario import Scenario
 from tests.cli.planted import Halved
@@ -110,7 +111,7 @@ def test_one_rank_without_a_group_is_for_most_backends() -> None:
     """All but v1 of deep_ep, and libraries that are not installed run on one rank."""
     ran = {describe(case.values[0]) for case in ALONE}
     missing = {describe(backend) for backend in BACKENDS} - ran
-    assert missing == {"deepep", "hybridep", "nccl_ep", "deepep emulate=v1.2.1"}
+    assert missing == {"deepep", "hybridep", "nccl_ep", *(f"deepep emulate={name}" for name in ("v1.2.1", *LIKE_V1))}
 
 
 @pytest.mark.slow

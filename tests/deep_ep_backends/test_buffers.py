@@ -18,6 +18,7 @@ from moe_dispatch import Dispatcher, Routing, Rows, build_dispatcher
 from moe_dispatch.backends.deep_ep import library
 from moe_dispatch.errors import ConfigError, InputError, PeerError, StateError
 from moe_dispatch_testing.emulation import EmulatedAbort, emulated_deep_ep
+from moe_dispatch_testing.emulation.normal import NormalBuffer
 from tests.deep_ep_backends.conftest import Setting, Wrap
 from tests.deep_ep_backends.vendors import (
     HYBRID,
@@ -338,7 +339,7 @@ def test_the_emulated_v1_refuses_filled_memory() -> None:
 def ids_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build of v1 with another type of ids."""
     monkeypatch.setattr(emulated_deep_ep("v1.2.1"), "topk_idx_t", torch.int32, raising=False)
-    monkeypatch.setattr(buffer_class(V1), "ids_dtype", torch.int32)
+    monkeypatch.setattr(NormalBuffer, "ids_dtype", torch.int32)
 
 
 def test_a_build_of_v1_with_ids_of_32_bits(ids_of_32_bits: None) -> None:

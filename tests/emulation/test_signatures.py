@@ -11,6 +11,7 @@ import pytest
 
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing.emulation import RELEASES, emulated_deep_ep, imported_as_deep_ep
+from moe_dispatch_testing.emulation.releases import LIKE_V1
 from moe_dispatch_testing.emulation.signatures import parsed, recorded
 from tests.emulation import test_elastic
 from tests.emulation.tokens import make_tokens
@@ -18,14 +19,14 @@ from tests.emulation.tokens import make_tokens
 
 def test_unknown_release_is_refused_with_those_there_are() -> None:
     with pytest.raises(
-        ConfigError, match=r"Unknown release of deep_ep 'v3'. Emulated releases: v1\.2\.1, v2-2\.1\.0, v2\.5\.0, h"
+        ConfigError, match=r"Unknown release of deep_ep 'v3'. Emulated releases: v1\.2\.1, v2-2\.1\.0, v2\.5\.0, u"
     ):
         emulated_deep_ep("v3")
     with pytest.raises(ConfigError, match=r"HybridEP 0ed15b5 is no longer supported\. Use hybridep-34152ae or later"):
         emulated_deep_ep("hybridep-0ed15b5")
 
 
-@pytest.mark.parametrize("release", [release for release in RELEASES if release not in ("v1.2.1", "v2.5.0")])
+@pytest.mark.parametrize("release", [release for release in RELEASES if release not in ("v1.2.1", "v2.5.0", *LIKE_V1)])
 def test_buffer_of_other_releases_is_there_to_be_imported_only(release: str) -> None:
     buffer = emulated_deep_ep(release).Buffer
     for use in (buffer, buffer.get_dispatch_config, buffer.get_combine_config, buffer.set_num_sms):
@@ -39,6 +40,8 @@ def test_buffer_of_other_releases_is_there_to_be_imported_only(release: str) -> 
         ("v1.2.1", ["deep_ep.Buffer", "deep_ep.utils.EventHandle", "deep_ep.utils.EventOverlap", "deep_ep.buffer"]),
         ("v2-2.1.0", ["deep_ep.EPHandle", "deep_ep.buffers.elastic.ElasticBuffer", "deep_ep.utils.event.EventOverlap"]),
         ("v2.5.0", ["deep_ep.EPHandle", "deep_ep.buffers.ep.EPBuffer", "deep_ep.utils.event.EventOverlap"]),
+        ("uccl-da914a2", ["deep_ep.Buffer", "deep_ep.initialize_uccl", "deep_ep.utils.EventOverlap"]),
+        ("rocm-92b4ae1", ["deep_ep.Buffer", "deep_ep.topk_idx_t", "deep_ep.buffer"]),
         ("hybridep-94a9f8f", ["deep_ep.HybridEPBuffer", "deep_ep.hybrid_ep_buffer.indices_to_map"]),
     ],
 )
@@ -127,6 +130,8 @@ def test_classes_are_those_of_the_release_and_have_no_other_public_method(releas
     [
         ("v1.2.1", "Buffer", "low_latency_dispatch"),
         ("v1.2.1", "Buffer", "get_low_latency_rdma_size_hint"),
+        ("uccl-da914a2", "Buffer", "reset_rdma_buffer"),
+        ("rocm-92b4ae1", "Buffer", "low_latency_query_mask_buffer"),
         ("v2-2.1.0", "ElasticBuffer", "engram_fetch"),
         ("v2-2.1.0", "ElasticBuffer", "get_pp_buffer_size_hint"),
         ("v2.5.0", "EPBuffer", "print_memory_usage"),

@@ -17,7 +17,7 @@ from moe_dispatch.backends.deep_ep.rank_rows import DeepEP
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.types import Capacity
 
-Release = Literal["v1.2.1", "v2-2.1.0", "v2.5.0"]
+Release = Literal["v1.2.1", "v2-2.1.0", "v2.5.0", "uccl-da914a2", "rocm-92b4ae1"]
 
 
 @final
@@ -70,7 +70,7 @@ class DeepEPOptions(LibraryOptions):
         if deepep_v2.variant_of(library) is not None:
             return deepep_v2.lacking(library)
         if not hasattr(library.module, "Buffer"):
-            return f"deep_ep {library.version} has neither EPBuffer, ElasticBuffer nor Buffer"
+            return f"{library.named} has neither EPBuffer, ElasticBuffer nor Buffer"
         return deepep_v1.lacking(library)
 
     def constraints(self, shape: MoEShape) -> Constraints:
@@ -88,7 +88,7 @@ class DeepEPOptions(LibraryOptions):
             return deepep_v2.constraints(device, variant, shape, ranks_per_node, self)
         if self.expand:
             raise ConfigError("Backend 'deepep': expand needs v2 or V2.5, got v1. Leave expand out, or install V2.5.")
-        return deepep_v1.constraints(device, shape, ranks_per_node)
+        return deepep_v1.constraints(library, shape, ranks_per_node)
 
     def capacity(self, shape: MoEShape) -> Capacity:
         capacity = capacity_of(shape)

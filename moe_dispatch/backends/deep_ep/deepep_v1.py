@@ -1,6 +1,7 @@
-"""``deepep`` over ``deep_ep.Buffer``, the buffer class of v1, in normal mode.
+"""``deepep`` over ``deep_ep.Buffer``, the buffer class of v1, in normal mode, and of libraries with the same class.
 
-Source: DeepEP v1.2.1, deep_ep/buffer.py and csrc.
+Source: DeepEP v1.2.1, deep_ep/buffer.py and csrc; UCCL da914a2, ep/bench/buffer.py and ep/include; ROCm/DeepEP 92b4ae1,
+deep_ep/buffer.py and csrc.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._probing import Rejected
 from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape
 from moe_dispatch.backends.deep_ep.buffers import Handle, unfilled
-from moe_dispatch.backends.deep_ep.library import Library, parameters
+from moe_dispatch.backends.deep_ep.library import PACKAGE, ROCM, UCCL, Library, parameters
 from moe_dispatch.backends.deep_ep.rank_rows import DeepEP, Payload, RankMajorRows
+from moe_dispatch.backends.wire import WireDtype
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.types import Sizes
 
@@ -25,8 +28,8 @@ if TYPE_CHECKING:
 _configuring = threading.Lock()  # guards ``num_sms``, an attribute of the class ``Buffer``
 _RANKS_PER_NODE = 8  # NUM_MAX_NVL_PEERS: the library takes a larger group for nodes of eight ranks each
 _IN_NODE = frozenset({2, 4, 8})
-# Group sizes that have a default configuration. They are 2, 4, 8, 16, 18 and 20 nodes, for which kernels are built.
-_ACROSS_NODES = frozenset({16, 32, 64, 128, 144, 160})
+# Numbers of nodes for which kernels are built, and whose group sizes have a default configuration.
+_NODES = {PACKAGE: (2, 4, 8, 16, 18, 20), UCCL: (2, 3, 4, 8, 16), ROCM: (2, 4, 8, 16)}
 
 
 def lacking(library: Library) -> str | None:
@@ -34,16 +37,29 @@ def lacking(library: Library) -> str | None:
     missing = {"explicitly_destroy"} - parameters(library.module.Buffer.__init__)
     missing |= {"num_worst_tokens"} - parameters(library.module.Buffer.dispatch)
     if missing:
-        return f"Buffer of deep_ep {library.version} lacks {', '.join(sorted(missing))}; install v1.2.1 or later"
+        return f"Buffer of {library.named} lacks {', '.join(sorted(missing))}; install v1.2.1 or later"
     return None
 
 
-def constraints(device: str, shape: MoEShape, ranks_per_node: int) -> Constraints:
+def _wire_dtypes(is_emulated: bool) -> frozenset[WireDtype]:
+    """Return the formats that rows can travel in. MI300 (gfx942) has another float8, with another bias."""
+    is_rocm = torch.version.hip is not None and not is_emulated
+    if is_rocm and torch.cuda.get_device_properties().gcnArchName.startswith("gfx942"):
+        return frozenset({"bfloat16"})
+    return frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"})
+
+
+def constraints(library: Library | Rejected, shape: MoEShape, ranks_per_node: int) -> Constraints:
     """Return the constraints of v1.2.1 for bfloat16 rows, as its kernels check or assume them.
+
+    UCCL-EP and ROCm/DeepEP have kernels for other numbers of nodes.
 
     Raises:
         ConfigError: The library has no kernels for a group with this number of ranks per node.
     """
+    name, device, is_emulated = PACKAGE, "cuda", False  # only for tables: before any other use, ``probe`` refuses
+    if isinstance(library, Library):
+        name, device, is_emulated = library.name, library.device, library.emulated
     needed = min(shape.ep_size, _RANKS_PER_NODE)
     if ranks_per_node % needed:
         raise ConfigError(
@@ -57,9 +73,9 @@ def constraints(device: str, shape: MoEShape, ranks_per_node: int) -> Constraint
         dtypes=frozenset({torch.bfloat16}),
         devices=frozenset({device}),
         max_top_k=32,
-        group_sizes=_IN_NODE | _ACROSS_NODES,
+        group_sizes=_IN_NODE | {_RANKS_PER_NODE * nodes for nodes in _NODES[name]},
         max_local_experts=128,
-        wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"}),
+        wire_dtypes=_wire_dtypes(is_emulated),
         quantised_gradients="can",
         delivers_quantised=True,
         graph_safe=shape.ep_size <= _RANKS_PER_NODE,

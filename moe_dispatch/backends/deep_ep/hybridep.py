@@ -98,8 +98,8 @@ class HybridEPOptions(LibraryOptions):
         if hasattr(library.module, "HybridEPBuffer"):
             return None if library.emulated else _lacking_toolkit(library.version)
         if hasattr(library.module, "HybridEpBuffer"):  # the spelling of 0ed15b5
-            return f"deep_ep {library.version} is HybridEP 0ed15b5, whose support has ended; install 34152ae or later"
-        return f"deep_ep {library.version} has no HybridEPBuffer: it is not built from the branch hybrid-ep"
+            return f"{library.named} is HybridEP 0ed15b5, whose support has ended; install 34152ae or later"
+        return f"{library.named} has no HybridEPBuffer: it is not built from the branch hybrid-ep"
 
     def constraints(self, shape: MoEShape) -> Constraints:
         found, device, library = hybrid_rules.NEWEST, "cuda", self.library()

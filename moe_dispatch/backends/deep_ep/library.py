@@ -2,6 +2,8 @@
 
 Three variants of the library have the import name ``deep_ep``. v1 has ``Buffer``, v2 also has ``ElasticBuffer``, and
 the branch hybrid-ep has ``HybridEPBuffer``. The variants are told apart by these attributes, never by a version string.
+Other libraries have this import name and the class of v1 too: UCCL-EP, which also has ``initialize_uccl``, and
+ROCm/DeepEP, which needs a torch for ROCm.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from moe_dispatch.errors import ConfigError
 logger = logging.getLogger("moe_dispatch")
 
 PACKAGE = "deep_ep"
+UCCL, ROCM = "UCCL-EP", "ROCm DeepEP"
 EMULATIONS = "moe_dispatch.emulations"
 """Group of entry points to functions that take the name of a release and return a module in place of the library."""
 # The kernels of all three variants are built for Hopper and later.
@@ -48,16 +51,32 @@ class Library:
         module: The imported package.
         version: Version of the package, or name of the emulated release.
         emulated: Whether it is the emulation, which takes CPU tensors.
+        accelerator: Device type of the machine's accelerator.
+        is_rocm: Whether it is built for ROCm.
     """
 
     module: ModuleType
     version: str
     emulated: bool
+    accelerator: str = "cuda"
+    is_rocm: bool = False
 
     @property
     def device(self) -> str:
         """Device type of the tensors that the library takes."""
-        return "cpu" if self.emulated else "cuda"
+        return "cpu" if self.emulated else self.accelerator
+
+    @property
+    def name(self) -> str:
+        """What the library is called: ``deep_ep``, or by whom it is if it only has this import name."""
+        if hasattr(self.module, "initialize_uccl"):
+            return UCCL
+        return ROCM if self.is_rocm else PACKAGE
+
+    @property
+    def named(self) -> str:
+        """Its name and version, for errors and the log."""
+        return f"{self.name} {self.version}"
 
 
 def find_library(release: str | None) -> Library | Rejected:
@@ -72,24 +91,34 @@ def _emulated(release: str) -> Library | Rejected:
         return Rejected(
             f"no package has an entry point {PACKAGE!r} in the group {EMULATIONS!r}; install moe-dispatch anew"
         )
-    return Library(module=found.load()(release), version=release, emulated=True)
+    return Library(module=found.load()(release), version=release, emulated=True, is_rocm=release.startswith("rocm-"))
 
 
 def _installed() -> Library | Rejected:
     if PACKAGE not in sys.modules and find_spec(PACKAGE) is None:
         return Rejected(f"no module named {PACKAGE!r} is installed")
-    if not torch.cuda.is_available():
-        return Rejected("torch sees no CUDA device")
-    capability = torch.cuda.get_device_capability()
-    if capability < CAPABILITY:
-        return Rejected(
-            f"its kernels need compute capability {_dotted(CAPABILITY)}, this device has {_dotted(capability)}"
-        )
+    accelerator, is_rocm = _accelerator(), torch.version.hip is not None
+    if accelerator is None:
+        return Rejected("torch sees no accelerator")
+    if accelerator == "cuda" and not is_rocm:
+        capability = torch.cuda.get_device_capability()
+        if capability < CAPABILITY:
+            return Rejected(
+                f"its kernels need compute capability {_dotted(CAPABILITY)}, this device has {_dotted(capability)}"
+            )
     try:
         module = import_whole(PACKAGE, PACKAGE)
     except (Exception, SystemExit) as error:  # while it is imported, v2 checks NCCL and CUDA by assertions
         return Rejected(f"importing {PACKAGE!r} raised {type(error).__name__}: {str(error).strip() or 'no text'}")
-    return Library(module=module, version=_version(module), emulated=False)
+    return Library(module=module, version=_version(module), emulated=False, accelerator=accelerator, is_rocm=is_rocm)
+
+
+def _accelerator() -> str | None:
+    """Return the type of device that torch sees, "cuda" also for ROCm; None if it sees the CPU only."""
+    if torch.cuda.is_available():
+        return "cuda"
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if found is None else found.type
 
 
 def _version(module: ModuleType) -> str:
@@ -168,7 +197,8 @@ class LibraryOptions(BackendOptions):
             if isinstance(found, Rejected):
                 return found
             more = ("emulated",) if found.emulated else ()
-            return Usable(version=found.version, features=(*self.features(found), *more))
+            version = found.version if found.name == PACKAGE else found.named
+            return Usable(version=version, features=(*self.features(found), *more))
         except ConfigError as error:
             return Rejected(str(error).rstrip("."))
         except Exception as error:
@@ -181,18 +211,19 @@ class LibraryOptions(BackendOptions):
         if communicator.group is None and not library.emulated:
             raise ConfigError(f"Backend {self.name!r} needs a process group, even for one rank, got None. Pass group=.")
         bound = None if communicator.group is None or library.emulated else communicator.group.bound_device_id
-        if bound is not None and bound.index != torch.cuda.current_device():
+        current = None if bound is None else torch.get_device_module(bound).current_device()
+        if bound is not None and bound.index != current:
             raise ConfigError(
-                f"Backend {self.name!r}: deep_ep runs on the current device, which must be that of the group, {bound}, "
-                f"got cuda:{torch.cuda.current_device()}. Call torch.cuda.set_device before."
+                f"Backend {self.name!r}: {library.name} runs on the current device, which must be that of the group, "
+                f"{bound}, got {bound.type}:{current}. Call torch.{bound.type}.set_device before."
             )
         backend = self.open_with(library, context)
         if communicator.rank == 0:
             if library.emulated:
-                release = f"deep_ep {library.version}: for tests, not for speed"
+                release = f"{library.named}: for tests, not for speed"
                 warn_once(f"backend {self.name!r} runs on the emulation of {release}.")
-            told = (self.name, library.version, communicator.size, backend.details)
-            logger.info("backend %r: deep_ep %s, %d ranks, %s.", *told)
+            told = (self.name, library.named, communicator.size, backend.details)
+            logger.info("backend %r: %s, %d ranks, %s.", *told)
         return backend
 
 
