@@ -141,12 +141,13 @@ def difference_settings(backend: BackendSpec) -> list[str]:
     return settings_of(backend) if trains and excuse(backend, plain, 2) is None else []
 
 
-def backend_cases(backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES) -> Iterator[Case]:
-    """Yield the cases of all scenarios that the backend must pass, adapted to the backend."""
+def backend_cases(backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES, *, device: str = "cpu") -> Iterator[Case]:
+    """Yield the cases of all scenarios that the backend must pass on this kind of device, adapted to the backend."""
     for scenario in SCENARIOS:
         for ep_size in ep_sizes:
-            if excuse(backend, scenario, ep_size) is None:
-                yield from scenario_cases(fitted(backend, scenario, ep_size), ep_size)
+            if excuse(backend, scenario, ep_size, device) is None:
+                for case in scenario_cases(fitted(backend, scenario, ep_size), ep_size):
+                    yield dataclasses.replace(case, device=device)
 
 
 def scenario_cases(scenario: Scenario, ep_size: int) -> Iterator[Case]:
@@ -165,7 +166,7 @@ def excuses(backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES) -> Iterato
                 yield Excuse(scenario=scenario.name, ep_size=ep_size, reason=reason)
 
 
-def excuse(backend: BackendSpec, scenario: Scenario, ep_size: int) -> str | None:
+def excuse(backend: BackendSpec, scenario: Scenario, ep_size: int, device: str = "cpu") -> str | None:
     """Return the rule that excuses a backend from a scenario on ``ep_size`` ranks, or None if it must run there."""
     options = options_of(backend)
     verdict = options.probe()
@@ -173,7 +174,7 @@ def excuse(backend: BackendSpec, scenario: Scenario, ep_size: int) -> str | None
         return f"it cannot be used here: {verdict.reason}"
     scenario = fitted(backend, scenario, ep_size)
     shape = scenario.shape(ep_size)
-    return _broken_rule(options.constraints(shape), scenario, shape)
+    return _broken_rule(options.constraints(shape), scenario, shape, device)
 
 
 def fitted(backend: BackendSpec, scenario: Scenario, ep_size: int) -> Scenario:
@@ -197,14 +198,14 @@ def describe(backend: BackendSpec) -> str:
     return " ".join([name, *(f"{option}={value}" for option, value in options.items())])
 
 
-def _broken_rule(needs: Constraints, scenario: Scenario, shape: MoEShape) -> str | None:
+def _broken_rule(needs: Constraints, scenario: Scenario, shape: MoEShape, device: str) -> str | None:
     rules = (
         (
             needs.group_sizes is None or shape.ep_size in needs.group_sizes,
             f"group_sizes {listed_sizes(needs.group_sizes or frozenset())}",
         ),
         (needs.graph_safe or not scenario.graph_safe, "graph_safe False"),
-        (needs.devices is None or "cpu" in needs.devices, f"devices {_listed(needs.devices)}"),
+        (needs.devices is None or device in needs.devices, f"devices {_listed(needs.devices)}"),
         (_is_carried(scenario, needs), f"dtypes {_listed(needs.dtypes)}"),
         (needs.carries(scenario.wire_dtype), f"wire_dtypes {_listed(needs.wire_dtypes)}"),
         (

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from moe_dispatch.backends import load_backend
+from moe_dispatch.backends.deep_ep import library
 from moe_dispatch_testing.case import BackendSpec, case_config, poisoned_memory, run_rank
 from moe_dispatch_testing.emulation import emulated_deep_ep
 from moe_dispatch_testing.kit import backend_cases
@@ -41,3 +43,15 @@ def test_the_step_for_deep_ep_has_time_to_compile(name: str, release: str) -> No
 def test_most_cases_run(backend: str) -> None:
     spec = {"name": backend, "emulate": True}
     assert len(vendor_cases(spec, 1)) > 0.7 * len(list(backend_cases(spec, (1,))))
+
+
+@pytest.mark.parametrize(("name", "release"), [("deepep", "v2.5.0"), ("hybridep", "hybridep-746")])
+def test_an_installed_library_has_cases_on_gpus(name: str, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes CUDA tensors only, for which no case on the CPU stands."""
+    found = library.Library(module=emulated_deep_ep(release), version="2.5.0", emulated=False)
+    monkeypatch.setattr(library, "find_library", lambda release: found)
+    monkeypatch.setattr(load_backend(name), "lacking", lambda self, library: None)
+    assert not vendor_cases(name, 2)
+    cases = vendor_cases(name, 2, "cuda")
+    assert len(cases) > 100
+    assert {case.device for case in cases} == {"cuda"}

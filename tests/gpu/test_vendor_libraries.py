@@ -1,11 +1,10 @@
-"""The conformance kit on the installed deep_ep: on one rank, and on as many as there are GPUs.
+"""The conformance kit on the installed deep_ep and NCCL EP: on one rank, and on as many as there are GPUs.
 
 What it needs is in README.md beside this file. Where the library cannot be used, the reason is that of ``probe``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 
 import pytest
@@ -18,14 +17,14 @@ from moe_dispatch_testing.kit import backend_cases
 from moe_dispatch_testing.ranks import run_processes
 from tests.gpu.vendor_cases import vendor_cases
 
-NAMES = ("deepep", "hybridep")
+NAMES = ("deepep", "hybridep", "nccl_ep")
 
 
 def usable_or_skip(name: str, ep_size: int) -> None:
     verdict = load_backend(name)().probe()
     if isinstance(verdict, Rejected):
         pytest.skip(f"{name}: {verdict.reason}")
-    if not any(True for _ in backend_cases(name, (ep_size,))):
+    if not any(True for _ in backend_cases(name, (ep_size,), device="cuda")):
         pytest.skip(f"{name}: its constraints rule out {ep_size} ranks")
 
 
@@ -35,9 +34,9 @@ def run_suite(rank: int, name: str, ep_size: int) -> int:
     on_own_gpus = torch.cuda.device_count() >= ep_size
     group = dist.new_group(backend="nccl") if on_own_gpus else dist.group.WORLD
     ran = 0
-    for case in vendor_cases(name, ep_size):
+    for case in vendor_cases(name, ep_size, "cuda"):
         with poisoned_memory():
-            run_rank(case_config(name, case), group, dataclasses.replace(case, device="cuda"))
+            run_rank(case_config(name, case), group, case)
         ran += 1
     return ran
 

@@ -18,11 +18,11 @@ SHAPES = 4
 SECONDS_PER_KERNEL = 8
 
 
-def vendor_cases(backend: BackendSpec, ep_size: int) -> list[Case]:
+def vendor_cases(backend: BackendSpec, ep_size: int, device: str = "cpu") -> list[Case]:
     """Return the cases of the most frequent shapes, shape by shape."""
     name = backend if isinstance(backend, str) else backend["name"]
     by_shape: Mapping[Any, list[Case]] = defaultdict(list)
-    for case in backend_cases(backend, (ep_size,)):
+    for case in backend_cases(backend, (ep_size,), device=device):
         config = case_config(backend, case)
         slots = config.num_experts + config.spare_slots(ep_size) * ep_size
         shape: tuple[object, ...] = (slots, bool(config.graph_safe))
