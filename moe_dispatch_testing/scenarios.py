@@ -88,6 +88,16 @@ _EAGER: tuple[Scenario, ...] = (
     Scenario(name="sent_again_detached", schedule="sent_again", routing="first_half", skips_empty=True),
     Scenario(name="checkpointed", schedule="checkpointed", pad_multiple=16),
     Scenario(name="checkpointed_reentrant", schedule="checkpointed_reentrant", pad_multiple=16),
+    Scenario(name="on_routes", schedule="checkpointed_on_routes", pad_multiple=16, input_layouts="all"),
+    Scenario(name="on_routes_reentrant", schedule="checkpointed_reentrant_on_routes", pad_multiple=16),
+    Scenario(
+        name="on_routes_quantised",
+        schedule="checkpointed_on_routes",
+        wire_dtype="float8_e4m3fn",
+        deliver="quantised",
+        hidden=128,
+        pad_multiple=128,
+    ),
     Scenario(
         name="in_chunks", tokens=(5, 0, 20, 9), schedule="in_chunks", chunk_tokens=8, row_counts=("agree", "static")
     ),
@@ -102,6 +112,7 @@ _EAGER: tuple[Scenario, ...] = (
     Scenario(name="placed", spare=2, pad_multiple=16, routing="skewed"),
     Scenario(name="placed_partly_nowhere", spare=1, routing="partly_nowhere", schedule="two_in_flight"),
     Scenario(name="placed_duplicates", spare=4, routing="duplicates", weights="experts", schedule="checkpointed"),
+    Scenario(name="placed_on_routes", spare=4, routing="duplicates", schedule="checkpointed_on_routes"),
 )
 
 _INPUT_LAYOUTS = {False: ("bshd",), True: ("thd_with_gaps_on_device",)}

@@ -146,6 +146,22 @@ def checkpointed(context: RankContext, *, reentrant: bool) -> Outputs:
     return outputs
 
 
+def on_routes(context: RankContext, *, reentrant: bool) -> Outputs:
+    """Recompute the layer in the backward, on the routes of the forward."""
+    from moe_dispatch.recompute import keep_routes, keep_routes_of  # noqa: PLC0415 - the kit works without it
+
+    def run(call: LayerCall) -> Tensor:
+        arguments = call, context.plan(call), call.x
+        y: Tensor
+        if reentrant:
+            y = checkpoint(keep_routes_of(context.layer), *arguments, use_reentrant=True)
+        else:
+            y = checkpoint(context.layer, *arguments, use_reentrant=False, context_fn=keep_routes)
+        return y
+
+    return [run(call) for call in context.calls]
+
+
 def in_chunks(context: RankContext) -> Outputs:
     """Run the layer in chunks of at most ``chunks.tokens`` rows."""
     from moe_dispatch.dispatchers import run_in_chunks  # noqa: PLC0415 - the kit works without it
@@ -172,5 +188,7 @@ SCHEDULES: dict[str, Schedule] = {
     "sent_again": Schedule(run=sent_again, expect=same_routing, calls=2, keeps_tokens=True),
     "in_chunks": Schedule(run=in_chunks, expect=separately, calls=2),
     "checkpointed": Schedule(run=partial(checkpointed, reentrant=False), expect=separately, calls=2),
+    "checkpointed_on_routes": Schedule(run=partial(on_routes, reentrant=False), expect=separately, calls=2),
+    "checkpointed_reentrant_on_routes": Schedule(run=partial(on_routes, reentrant=True), expect=separately, calls=2),
     "checkpointed_reentrant": Schedule(run=partial(checkpointed, reentrant=True), expect=separately, calls=2),
 }

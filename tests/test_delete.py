@@ -148,6 +148,12 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             "ModuleNotFoundError: No module named 'moe_dispatch.quantised'",
         ),
     ],
+    "recompute": [
+        (
+            "from moe_dispatch.recompute import keep_routes",
+            "ModuleNotFoundError: No module named 'moe_dispatch.recompute'",
+        )
+    ],
     "replay": [
         ("from moe_dispatch.replay import RoutingTable", "ModuleNotFoundError: No module named 'moe_dispatch.replay'"),
         (

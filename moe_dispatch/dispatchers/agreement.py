@@ -28,18 +28,20 @@ _UNKNOWN = -(2**40)  # less than any number of a dispatcher, and than its negati
 
 
 @cache
-def facts_of(dtype: torch.dtype, grad_enabled: bool) -> Facts:
+def facts_of(dtype: torch.dtype, grad_enabled: bool | str) -> Facts:
     """Return the facts about a dispatch that must be equal on all ranks, by name.
 
     Args:
         dtype: Dtype of the rows.
         grad_enabled: Whether the call records gradients. A rank that does not record them takes part in no backward.
+            A text says more about it.
     """
-    return {"the dtype of x": str(dtype).removeprefix("torch."), "grad mode": "enabled" if grad_enabled else "disabled"}
+    grad_mode = grad_enabled if isinstance(grad_enabled, str) else "enabled" if grad_enabled else "disabled"
+    return {"the dtype of x": str(dtype).removeprefix("torch."), "grad mode": grad_mode}
 
 
 @lru_cache(maxsize=1024)
-def mark_of(dtype: torch.dtype, grad_enabled: bool, number: int | None, wants_weights: bool) -> int:
+def mark_of(dtype: torch.dtype, grad_enabled: bool | str, number: int | None, wants_weights: bool) -> int:
     """Return the facts and the number of the dispatcher as a mark, which ``marks_agree`` compares.
 
     ``number`` is None in compiled code, which does not know its dispatcher. ``wants_weights`` says whether the weights

@@ -91,7 +91,7 @@ class Call:
         real_rows: int64, the indices of the rows to send; None sends all rows.
         valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
         slots: The expert slots in force; None if every rank holds its own experts only.
-        grad_enabled: Whether the call records gradients.
+        grad_enabled: Whether the call records gradients, as in ``facts_of``.
         wants_weights: Whether the weights of the model require grad; in compiled code, True.
         lease: Lease of the dispatcher; None if an operator makes the dispatch.
         layer: Number of the layer for the meter, ``Lease.layer``; -1 in compiled code.
@@ -104,7 +104,7 @@ class Call:
     real_rows: Tensor | None
     valid_T: Tensor | None
     slots: Slots | None
-    grad_enabled: bool
+    grad_enabled: bool | str
     wants_weights: bool = True
     lease: Lease | None = None
     layer: int = -1

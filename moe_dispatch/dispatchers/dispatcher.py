@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_dispatch._interceptors import of_thread
 from moe_dispatch._observers import tell_combined, tell_started
 from moe_dispatch._slots import Placement, load_slot_options
 from moe_dispatch._tracing import real_tensors, traced_calls
@@ -218,7 +219,9 @@ class Dispatcher(nn.Module):
             return self._dispatch_again(x, routing, plan, again)
         if (channel := lease.enter_unless_traced()) is None:
             return traced_calls().dispatch(lease, x, routing, self._layout_in(plan, x), plan)
-        grad_enabled = torch.is_grad_enabled()
+        if of_thread.interceptor is not None:
+            return of_thread.interceptor.dispatch(self, x, routing, plan, async_op=async_op)
+        grad_enabled = of_thread.grad_mode or torch.is_grad_enabled()
         try:
             with profiler_range("dispatch"):
                 try:
@@ -263,7 +266,7 @@ class Dispatcher(nn.Module):
                 if not async_op:
                     return arrive()
                 placement = None if departed.assigned is None else departed.assigned.placement
-                return InFlight(placement=placement, finish=_once(lease, arrive, x.device))
+                return InFlight(placement=placement, finish=once(lease, arrive, x.device))
         except Exception as error:
             self._name_in(error)
             raise
@@ -592,7 +595,7 @@ def receive(
     return arrived.rows.added_to(sent, departed.channel.shape.wire_dtype)
 
 
-def _once(lease: Lease, complete: Callable[[], Dispatched], device: torch.device) -> Callable[[], Dispatched]:
+def once(lease: Lease, complete: Callable[[], Dispatched], device: torch.device) -> Callable[[], Dispatched]:
     """Return a function that calls ``complete`` once, on the current stream, and only while the dispatcher is open."""
     waiting = [complete]  # emptied by the call, so that a kept InFlight does not hold the sent tensors
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -126,6 +126,7 @@ class Meter:
         # The real rows of each expert, by layer, with a last entry for empty slots; and the part of this rank's own.
         self._layers: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self._called = set[int]()
+        self._reports: dict[tuple[str, torch.device], Tensor] = {}
         self._turns: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 
     def add(self, name: str) -> int:
@@ -233,6 +234,31 @@ class Meter:
         if not found:
             return torch.zeros(self._num_experts, dtype=torch.int64, device=default)
         return found[0] if len(found) == 1 else torch.stack([tokens.to(found[0].device) for tokens in found]).sum(0)
+
+    def report(self, problem: str, count: Tensor) -> None:
+        """Add to a count of a problem, int64 (), that ``Dispatcher.check`` raises once it is not 0. No sync.
+
+        Raises:
+            StateError: The first call with this problem on the device is being captured in a CUDA graph.
+        """
+        key = (problem, count.device)
+        if key not in self._reports:
+            self._reports[key] = self.zeros("", count.device)
+        with self.turn(count.device):
+            self._reports[key].add_(count)
+
+    def reports(self) -> dict[str, int]:
+        """Return the count of each problem that was reported and is not 0. A host sync on a GPU."""
+        counts = Counter[str]()
+        for (problem, _), count in self._reports.items():
+            counts[problem] += self.read(count)
+        return {problem: count for problem, count in counts.items() if count}
+
+    def forget_reports(self) -> None:
+        """Reset the counts of problems, after they were raised."""
+        for (_, device), count in self._reports.items():
+            with self.turn(device):
+                count.zero_()
 
     @property
     def copies(self) -> int:

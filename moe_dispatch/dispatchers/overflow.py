@@ -52,11 +52,14 @@ def required(channel: Channel) -> RequiredCapacity:
     return _agree(channel, 1.0, "required_capacity")[0]
 
 
-def _agree(channel: Channel, headroom: float, verb: str) -> tuple[RequiredCapacity, float]:
-    """Return the largest need and the largest headroom of all ranks. The headroom is rounded up to a thousandth."""
+def _agree(channel: Channel, headroom: float, verb: str) -> tuple[RequiredCapacity, float, bool]:
+    """Return the largest need and the largest headroom of all ranks, and whether some rank has reported a problem.
+
+    The headroom is rounded up to a thousandth.
+    """
     capacity = _capacity(channel, verb)
-    mine = [*channel.meter.needs(), math.ceil(1000 * headroom)]
-    rows, pair_rows, invalid_ids, thousandths = channel.control.max(mine, label="capacity")
+    mine = [*channel.meter.needs(), math.ceil(1000 * headroom), int(bool(channel.meter.reports()))]
+    rows, pair_rows, invalid_ids, thousandths, reported = channel.control.max(mine, label="capacity")
     needed = RequiredCapacity(
         rows=rows,
         pair_rows=pair_rows,
@@ -65,19 +68,20 @@ def _agree(channel: Channel, headroom: float, verb: str) -> tuple[RequiredCapaci
         overflowed=not capacity.holds(rows, pair_rows),
         invalid_ids=invalid_ids,
     )
-    return needed, thousandths / 1000
+    return needed, thousandths / 1000, bool(reported)
 
 
 def check(channel: Channel) -> RequiredCapacity:
     """Run ``Dispatcher.check``. Collective; a host sync.
 
     Raises:
-        InputError: A dispatch of some rank had invalid ids. The next call does not report them again.
+        InputError: A dispatch of some rank had invalid ids, or something else was reported. The next call does not
+            report it again.
         CapacityError: A dispatch of some rank overflowed under ``graph_safe.on_overflow="raise"``.
         StateError: The config is not graph_safe.
     """
-    needed = required(channel)
-    if (problem := _invalid_ids("check", channel, needed)) is not None:
+    needed, _, reported = _agree(channel, 1.0, "check")
+    if (problem := _invalid_ids("check", channel, needed) or _reported("check", channel, reported)) is not None:
         raise problem
     options = channel.config.graph_safe_options
     assert options is not None
@@ -102,18 +106,38 @@ def _invalid_ids(verb: str, channel: Channel, needed: RequiredCapacity) -> Input
     )
 
 
+def _reported(verb: str, channel: Channel, reported: bool) -> InputError | None:
+    """Return the error for the first problem that was reported, and reset all; None if no rank has one.
+
+    It is the same on every rank. Collective if there is one.
+    """
+    if not reported:
+        return None
+    everyone = channel.control.gather_json(channel.meter.reports(), label="capacity")
+    channel.meter.forget_reports()
+    problem = next(problem for of_rank in everyone for problem in of_rank)
+    counts = {rank: of_rank[problem] for rank, of_rank in enumerate(everyone) if problem in of_rank}
+    counted = ", ".join(f"{count} on {ranks}" for count, ranks in ranks_by_value(counts).items())
+    return InputError(f"Dispatcher.{verb}: {problem} Counted {counted}.")
+
+
 def grow(channel: Channel, headroom: float) -> RequiredCapacity:
     """Run ``Dispatcher.grow``. Collective; a host sync."""
+    return _grow(channel, headroom)[0]
+
+
+def _grow(channel: Channel, headroom: float) -> tuple[RequiredCapacity, bool]:
+    """Run ``grow``, and return the need, and whether some rank has reported a problem."""
     check_headroom("grow", headroom)
     before = _capacity(channel, "grow")
-    needed, headroom = _agree(channel, headroom, "grow")
+    needed, headroom, reported = _agree(channel, headroom, "grow")
     if needed.overflowed:
         after = grown(channel.shape, before, rows=needed.rows, pair_rows=needed.pair_rows, headroom=headroom)
         told = _told(channel.name, channel, needed)  # before the capacity changes
         channel.set_capacity(after)
         if channel.control.rank == 0:
             logger.warning("%s Growing it to %s. Make plans and CUDA graphs again.", told, after)
-    return needed
+    return needed, reported
 
 
 def retry_on_overflow(
@@ -127,10 +151,13 @@ def retry_on_overflow(
     before = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
     while True:
         result = step()
-        needed = [grow(channel, headroom) for channel in channels]  # grow all channels, in the same order on all ranks
-        again = any(each.overflowed for each in needed)
-        found = (_invalid_ids("retry_on_overflow", *pair) for pair in zip(channels, needed, strict=True))
-        problem = next(filter(None, found), None)  # a second problem is not reported
+        found = [_grow(channel, headroom) for channel in channels]  # grow all channels, in the same order on all ranks
+        again = any(needed.overflowed for needed, _ in found)
+        problems = (
+            _invalid_ids("retry_on_overflow", channel, needed) or _reported("retry_on_overflow", channel, reported)
+            for channel, (needed, reported) in zip(channels, found, strict=True)
+        )
+        problem = next(filter(None, problems), None)  # a second problem is not reported
         if everyone is not None:
             again = bool(raise_alike(everyone, problem, values=[int(again)], label="capacity")[0])
         elif problem is not None:

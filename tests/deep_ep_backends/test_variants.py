@@ -84,7 +84,7 @@ def test_rows_in_the_order_of_arrival_are_not_computed_again_with_handles_of_the
             dispatcher.close()
 
     raises_everywhere(
-        outcomes(body, 2), ConfigError, r"checkpointing must have use_reentrant=True, and chunks.recompute"
+        outcomes(body, 2), ConfigError, "checkpointing must have use_reentrant=True or context_fn=moe_dispatch"
     )
     on_ranks(partial(body, deterministic=True), 2)
 

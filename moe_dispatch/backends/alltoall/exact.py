@@ -99,7 +99,7 @@ class ExactAllToAll(AllToAll):
         slots = [sum(host[begin : begin + experts]) for begin in range(self.width, len(host), self.width)]
         owner_TK = (ids_TK + experts).div(experts, rounding_mode="floor")
         way = slot_way(slots, owner_TK, range(self.context.shape.ep_size))
-        return replace(started, kept=(way, weights_TK))
+        return replace(started, kept=(way, weights_TK.detach()))  # a route is no part of a graph
 
     def route(self, started: Started, ids_SK: Tensor) -> RankMajorRoute:
         index, (way, weights_TK) = super().route(started, ids_SK).index, started.kept

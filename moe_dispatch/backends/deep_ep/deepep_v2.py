@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._interceptors import of_thread
 from moe_dispatch._probing import loaded_nccl
 from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoEShape
 from moe_dispatch.backends.capacity import worst_rows
@@ -115,17 +116,19 @@ def expanded_rows(shape: MoEShape) -> int:
 
 
 def _refuse_recomputation() -> None:
-    """Raise if activation checkpointing without ``use_reentrant`` runs this call.
+    """Raise if activation checkpointing without ``use_reentrant`` runs this call, and will dispatch anew.
 
     Its backward takes the tensors of the recomputation and the handles of the first run. Without ``deterministic``,
     rows of the two arrive in different orders, so gradients would go to wrong rows.
     """
+    if of_thread.grad_mode:  # a recomputation takes the route of this dispatch
+        return
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
         raise ConfigError(
             "Backend 'deepep': with the option deterministic=False rows arrive in another order when they are computed "
-            "again, so checkpointing must have use_reentrant=True, and chunks.recompute must be off. Or leave "
-            "deterministic out."
+            "again, so checkpointing must have use_reentrant=True or context_fn=moe_dispatch.recompute.keep_routes, "
+            "and chunks.recompute must be off. Or leave deterministic out."
         )
 
 

@@ -1,0 +1,10 @@
+"""Recompute a dispatch on the route of its forward, in activation checkpointing.
+
+    checkpoint(layer, x, use_reentrant=False, context_fn=keep_routes)
+
+See ``docs/training.md``.
+"""
+
+from moe_dispatch.recompute.contexts import keep_ids, keep_routes, keep_routes_of
+
+__all__ = ["keep_ids", "keep_routes", "keep_routes_of"]

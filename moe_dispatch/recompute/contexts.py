@@ -1,0 +1,274 @@
+"""Keep the routes of a checkpointed call, and take them in its recomputation.
+
+Each checkpointed call has a ``Log``. In its forward, ``Recording`` writes each dispatch into the log; in a
+recomputation, ``Repeating`` takes the entries in order. The checkpoint holds the log, so routes live as long as the
+autograd graph that needs them, and any number of forwards may be live.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar, final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from moe_dispatch._interceptors import Interceptor, of_thread
+from moe_dispatch.dispatchers.channel import Lease
+from moe_dispatch.dispatchers.dispatcher import Dispatcher
+from moe_dispatch.errors import StateError
+from moe_dispatch.layouts import Layout
+from moe_dispatch.recompute.routes import Kept, dispatch_anew, dispatch_on, refuse
+from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def keep_routes(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
+    """Let a recomputed dispatch take the route of its forward. The ``context_fn`` of ``torch.utils.checkpoint``.
+
+    A recomputation then neither exchanges counts nor waits for the device, and experts get the rows of the forward, in
+    the same order. The ids that the router chooses in the recomputation must be those of the forward, because the
+    backward of the router uses them. They are compared: in eager mode the backward raises InputError on every rank, and
+    in graph-safe mode ``Dispatcher.check`` does. ``keep_ids`` gives the router the ids of the forward.
+
+    Use it with ``use_reentrant=False``, on all ranks or on none. A dispatch that ``torch.compile`` or a policy of
+    selective checkpointing records is made by an operator, and not by this function.
+
+    Args:
+        context_fn: Another function of this kind, whose contexts are entered too:
+            ``context_fn=functools.partial(keep_routes, context_fn)``.
+
+    Returns:
+        The context of the forward and the context of its recomputations.
+
+    Cost: a dispatch keeps its ids in 2 bytes (4 with more than 32,767 experts), the weight of each row of the experts,
+    and its route, which the autograd graph of the forward holds anyway. A backward with recomputed eager dispatches
+    ends with one small all-reduce on the control group for each channel, and a host sync. If the control group is on
+    the CPU, or with ``debug``, each recomputed dispatch has a small all-reduce too.
+    """
+    log = Log()
+    contexts: Contexts = (_Entered(Recording, log), _Entered(Repeating, log))
+    if context_fn is None:
+        return contexts
+    forward, recomputation = zip(contexts, context_fn(), strict=True)
+    return _Both(*forward), _Both(*recomputation)
+
+
+def keep_routes_of(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return a function for one checkpointed call, whose recomputation takes the routes of its forward.
+
+    This is ``keep_routes`` for checkpoints without a ``context_fn``: ``checkpoint(keep_routes_of(layer), x,
+    use_reentrant=True)``, and Megatron's ``tensor_parallel.checkpoint``. Call it anew for each checkpointed call: the
+    first call of the result is the forward, and calls inside a backward are recomputations.
+    """
+    logs: list[Log] = []
+
+    @wraps(function, updated=())
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if logs:
+            if torch._C._current_graph_task_id() == -1:
+                raise StateError(
+                    "keep_routes_of: its result is for one checkpointed call, got a second call outside of a backward. "
+                    "Call keep_routes_of for each checkpointed call."
+                )
+            with _Entered(Repeating, logs[0]):
+                return function(*args, **kwargs)
+        log = Log()
+        with _Entered(Recording, log):
+            result = function(*args, **kwargs)
+        logs.append(log)
+        return result
+
+    return run
+
+
+def keep_ids(topk_ids: Tensor) -> Tensor:
+    """Return the ids that the router chose in the forward, if this is its recomputation; else ``topk_ids`` itself.
+
+    Call it between the choice of the router and the look-up of its weights:
+
+        ids = keep_ids(scores.topk(top_k).indices)
+        weights = scores.gather(1, ids)
+
+    A router that would choose otherwise in a recomputation then has the gradients of its forward. It may do so because
+    of noise without a saved seed, or of ties. Outside a call that ``keep_routes`` or ``keep_routes_of`` checkpoints,
+    and in compiled code, nothing happens.
+
+    Cost: the checkpoint keeps ``topk_ids``.
+    """
+    if torch.compiler.is_compiling() or not isinstance(of_thread.interceptor, _Way):
+        return topk_ids
+    return of_thread.interceptor.ids(topk_ids)
+
+
+@final
+class Log:
+    """The dispatches of one checkpointed call, in order.
+
+    Attributes:
+        kept: The dispatches of each dispatcher; None for one whose route cannot be taken again, as in ``join``.
+        ids: The results of ``keep_ids``.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[Lease, list[Kept | None]] = {}
+        self.ids: list[Tensor] = []
+
+
+class _Way(Interceptor):
+    """What takes the dispatches of a checkpointed call.
+
+    Checkpoints may be nested. Then the innermost recomputation decides the route, and every forward inside of it
+    records this route too.
+
+    Args:
+        log: Log of the checkpointed call.
+
+    Attributes:
+        outer: The way that was in force before, of a checkpoint around this one.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self.outer = of_thread.interceptor
+
+    @abstractmethod
+    def latest(self, lease: Lease) -> Kept | None:
+        """Return the entry of the latest dispatch of a dispatcher."""
+
+    @abstractmethod
+    def ids(self, topk_ids: Tensor) -> Tensor:
+        """Do what ``keep_ids`` says."""
+
+
+@final
+class Recording(_Way):
+    """The forward of a checkpointed call."""
+
+    def dispatch(
+        self, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
+    ) -> Dispatched | InFlight:
+        lease = dispatcher._lease
+        call = partial(dispatcher.dispatch, x, routing, plan, async_op=async_op)
+        sent: Dispatched | InFlight
+        kept: Kept | None
+        with _in_force(self.outer):
+            if isinstance(self.outer, _Way):
+                sent, kept = call(), self.outer.latest(lease)
+            elif lease.shared is not lease.opened:
+                sent, kept = call(), None
+            else:
+                kept, sent = dispatch_anew(dispatcher, x, routing, plan, async_op=async_op)
+        self.log.kept.setdefault(lease, []).append(kept)
+        return sent
+
+    def latest(self, lease: Lease) -> Kept | None:
+        return self.log.kept[lease][-1]
+
+    def ids(self, topk_ids: Tensor) -> Tensor:
+        if isinstance(self.outer, _Way):
+            topk_ids = self.outer.ids(topk_ids)
+        self.log.ids.append(topk_ids)
+        return topk_ids
+
+
+@final
+class Repeating(_Way):
+    """A recomputation of a checkpointed call. It starts at the first entry of the log."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(log)
+        self.next: Counter[Lease] = Counter()
+        self.next_ids = 0
+
+    def dispatch(
+        self, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
+    ) -> Dispatched | InFlight:
+        lease = dispatcher._lease
+        all_kept, number = self.log.kept.get(lease, []), self.next[lease]
+        self.next[lease] += 1
+        with _in_force(None):
+            if number >= len(all_kept):
+                return refuse(dispatcher, more_than=number)
+            if (kept := all_kept[number]) is None:
+                return dispatcher.dispatch(x, routing, plan, async_op=async_op)
+            return dispatch_on(kept, dispatcher, x, routing, plan, async_op=async_op)
+
+    def latest(self, lease: Lease) -> Kept | None:
+        return self.log.kept[lease][self.next[lease] - 1]
+
+    def ids(self, topk_ids: Tensor) -> Tensor:
+        number, self.next_ids = self.next_ids, self.next_ids + 1
+        if number >= len(self.log.ids) or self.log.ids[number].shape != topk_ids.shape:
+            return topk_ids  # the dispatch that follows finds out
+        return self.log.ids[number]
+
+
+@contextmanager
+def _in_force(interceptor: Interceptor | None) -> Iterator[None]:
+    """Put an interceptor in force for a dispatch, and hide the dispatch from policies of selective checkpointing.
+
+    They compare the operations of a recomputation with those of its forward, and a dispatch on a kept route has others.
+    """
+    before, of_thread.interceptor = of_thread.interceptor, interceptor
+    modes = []
+    if torch._C._len_torch_dispatch_stack() and any(map(_is_of_policy, _get_current_dispatch_mode_stack())):
+        modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+        for mode in reversed(modes):
+            if not _is_of_policy(mode):
+                _push_mode(mode)
+    try:
+        yield
+    finally:
+        of_thread.interceptor = before
+        if modes:
+            for _ in range(torch._C._len_torch_dispatch_stack()):
+                _pop_mode()
+            for mode in reversed(modes):
+                _push_mode(mode)
+
+
+def _is_of_policy(mode: object) -> bool:
+    return isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
+
+
+@final
+class _Entered(AbstractContextManager[None]):
+    """A context that may be entered several times, one after the other, with a new way each time."""
+
+    def __init__(self, way: type[Recording | Repeating], log: Log) -> None:
+        self._way, self._log = way, log
+
+    def __enter__(self) -> None:
+        of_thread.interceptor = self._way(self._log)
+
+    def __exit__(self, *error: object) -> None:
+        assert isinstance(of_thread.interceptor, _Way)
+        of_thread.interceptor = of_thread.interceptor.outer
+
+
+@final
+class _Both(AbstractContextManager[None]):
+    """Two contexts, entered together. They may be entered several times, one after the other."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self._contexts = contexts
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)

@@ -1,0 +1,67 @@
+"""Report that the router of a recomputation has chosen other experts than that of its forward."""
+
+from __future__ import annotations
+
+import weakref
+from typing import final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.communication import HostCopy, raise_alike
+from moe_dispatch.dispatchers.channel import Channel
+from moe_dispatch.dispatchers.dispatcher import Dispatcher
+from moe_dispatch.errors import InputError
+
+_ADVICE = (
+    "The gradients of this router are wrong. Give it the ids of the forward by moe_dispatch.recompute.keep_ids, or let "
+    "it choose the same each time."
+)
+
+
+def _rule(names: str) -> str:
+    return f"in a recomputation, the router{f' of {names}' * bool(names)} must choose the experts of its forward"
+
+
+def report(dispatcher: Dispatcher, count: Tensor) -> None:
+    """Report the number of ids that differ, int64 ().
+
+    In graph-safe mode ``Dispatcher.check`` raises. Otherwise the backward does when it is done: one exchange then tells
+    all ranks, however many dispatches were recomputed.
+    """
+    channel = dispatcher._lease.shared
+    if channel.config.graph_safe:
+        channel.meter.report(f"{_rule(repr(dispatcher.name) * bool(dispatcher.name))}. {_ADVICE}", count)
+        return
+    task = torch._C._current_graph_task_id()
+    at_end = _at_ends.get(task)
+    if at_end is None:
+        at_end = _at_ends[task] = _AtEnd()
+        torch.autograd.Variable._execution_engine.queue_callback(at_end.compare)
+    at_end.found.setdefault(channel, []).append((dispatcher.name, HostCopy(count)))
+
+
+@final
+class _AtEnd:
+    """What a running backward has found out. The backward holds it, so an error in it leaves nothing behind.
+
+    Attributes:
+        found: For each channel, the name of the dispatcher and the number of different ids in each dispatch.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[Channel, list[tuple[str, HostCopy]]] = {}
+
+    def compare(self) -> None:
+        """Raise InputError if the ids of this rank differ, PeerError if those of another rank do."""
+        for channel, found in self.found.items():
+            counts = [(name, copy.read()) for name, copy in found]
+            problem = None
+            if wrong := [(name, count) for name, count in counts if count]:
+                names = ", ".join(sorted({repr(name) for name, _ in wrong if name}))
+                count = sum(count for _, count in wrong)
+                problem = InputError(f"Dispatcher.dispatch: {_rule(names)}, got {count} other ids. {_ADVICE}")
+            raise_alike(channel.control, problem, label="recompute")
+
+
+_at_ends: weakref.WeakValueDictionary[int, _AtEnd] = weakref.WeakValueDictionary()

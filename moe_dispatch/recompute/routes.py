@@ -1,0 +1,243 @@
+"""Dispatch on the route of an earlier dispatch, and compare the two calls.
+
+Dimensions: ``T`` rows of this rank, ``K`` top_k, ``R`` rows of this rank's experts, ``D`` hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch._interceptors import of_thread
+from moe_dispatch._recipes import Quantised
+from moe_dispatch.communication import control_device, raise_alike
+from moe_dispatch.dispatchers import autograd, checks
+from moe_dispatch.dispatchers.agreement import UNTOLD
+from moe_dispatch.dispatchers.channel import Channel, profiler_range
+from moe_dispatch.dispatchers.dispatcher import Dispatcher, once
+from moe_dispatch.errors import InputError
+from moe_dispatch.layouts import Layout
+from moe_dispatch.layouts.base import is_host
+from moe_dispatch.permutation import accumulation_dtype
+from moe_dispatch.recompute.differences import report
+from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
+
+_MANY_EXPERTS = torch.iinfo(torch.int16).max
+
+
+@final
+@dataclass(kw_only=True, slots=True, eq=False)
+class Kept:
+    """A dispatch whose recomputations take its route.
+
+    Attributes:
+        dtype: Dtype of its x.
+        ids: The ids of the rows that were sent, (T, K) in 16 or 32 bits; -1 in rows that are no tokens.
+        recorded: Whether gradients were recorded. In the forward of a reentrant checkpoint they are not.
+        sent: Its result without rows; None while they travel.
+    """
+
+    dtype: torch.dtype
+    ids: Tensor
+    recorded: bool
+    sent: Dispatched | None = None
+
+
+def dispatch_anew(
+    dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
+) -> tuple[Kept, Dispatched | InFlight]:
+    """Make a dispatch, and keep its route."""
+    recorded = torch.is_grad_enabled()
+    of_thread.grad_mode = f"{'enabled' if recorded else 'disabled'}, and a recomputation takes the same route"
+    try:
+        arriving = dispatcher.dispatch(x, routing, plan, async_op=async_op)
+    finally:
+        of_thread.grad_mode = ""
+    assert routing is not None
+    layout = plan.layout if isinstance(plan, Plan) else dispatcher._layout_in(plan, x)
+    kept = Kept(
+        dtype=x.dtype,
+        ids=_narrow(_ids_of_tokens(dispatcher, x, routing, layout, plan), dispatcher.config.num_experts),
+        recorded=recorded,
+    )
+
+    def arrived(sent: Dispatched) -> Dispatched:
+        # New tensors, because these are part of the autograd graph, and rows must not be kept.
+        nothing, weights = sent.edge.new_empty((0, 0)), sent.weights.detach()
+        if weights.untyped_storage().nbytes() > weights.nbytes:  # it may be part of a buffer with rows
+            weights = weights.clone()
+        kept.sent = dataclasses.replace(sent, edge=nothing, quantised=None, weights=weights)
+        return sent
+
+    if isinstance(arriving, Dispatched):
+        return kept, arrived(arriving)
+    return kept, InFlight(placement=arriving.placement, finish=lambda: arrived(arriving.wait()))
+
+
+def dispatch_on(
+    kept: Kept,
+    dispatcher: Dispatcher,
+    x: Tensor,
+    routing: Routing | None,
+    plan: Plan | Layout | None,
+    *,
+    async_op: bool,
+) -> Dispatched | InFlight:
+    """Send x along the route of an earlier dispatch of the dispatcher.
+
+    The arguments behind ``kept``, the earlier dispatch, are those of ``Dispatcher.dispatch``.
+
+    Raises:
+        InputError: The call is not that of the forward. Raised on every rank if the control group is on the CPU, or
+            with ``debug``.
+        PeerError: The call of another rank is not that of its forward.
+    """
+    channel = dispatcher._lease.enter()
+    try:
+        problem, call = None, None
+        try:
+            if kept.sent is None:
+                raise InputError(
+                    f"Dispatcher.dispatch: a recomputation{_of(dispatcher)} must take a route whose rows have arrived. "
+                    "Call wait() in the checkpointed function."
+                )
+            if type(x) is not Tensor:
+                check_plain("Dispatcher.dispatch", x=x)
+            layout = plan.layout if isinstance(plan, Plan) else dispatcher._layout_in(plan, x)
+            _check_same(kept, kept.sent.state, dispatcher, x, layout)
+            x_TD = layout.flatten(x)
+            routing = checks.check_call(channel, x, x_TD, routing, None)
+            call = x_TD, routing, _ids_of_tokens(dispatcher, x, routing, layout, plan)
+        except Exception as error:
+            problem = error
+        _raise_alike(channel, problem)
+        assert call is not None
+        with profiler_range("dispatch"):
+            finish = _send(kept, channel, *call)
+        report(dispatcher, (_narrow(call[2], channel.config.num_experts) != kept.ids).sum())
+        if not async_op:
+            return finish()
+        assert kept.sent is not None
+        return InFlight(placement=kept.sent.placement, finish=once(dispatcher._lease, finish, x.device))
+    except Exception as error:
+        dispatcher._name_in(error)
+        raise
+
+
+def refuse(dispatcher: Dispatcher, *, more_than: int) -> NoReturn:
+    """Refuse a dispatch that the forward did not make."""
+    error = InputError(
+        f"Dispatcher.dispatch: a recomputation{_of(dispatcher)} must make the dispatches of its forward, got more than "
+        f"{more_than}. Checkpoint a function that does the same each time."
+    )
+    _raise_alike(dispatcher._lease.enter(), error)
+    raise error
+
+
+def _raise_alike(channel: Channel, problem: Exception | None) -> None:
+    """Raise on every rank if one has a problem; or on that rank alone if asking the others would be a host sync."""
+    control, config = channel.control, channel.config
+    asks = config.debug or (not config.graph_safe and control_device(control.group).type == "cpu")
+    if control.size > 1 and asks:
+        raise_alike(control, problem, label="recompute")
+    elif problem is not None:
+        if control.size > 1:
+            problem.add_note(UNTOLD)
+        raise problem
+
+
+def _send(kept: Kept, channel: Channel, x_TD: Tensor, routing: Routing, ids_TK: Tensor) -> partial[Dispatched]:
+    """Send rows along the route of an earlier dispatch, and return a function that attaches them to the graph."""
+    sent = kept.sent
+    assert sent is not None
+    state: autograd.State = sent.state
+    weights_TK = autograd.anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
+    permutation = channel.context.permutations[type(routing.topk_ids), routing.topk_ids.device.type]
+    _, weights_TK = permutation.merge_slots(routing.topk_ids, weights_TK, asks=not channel.config.graph_safe)
+    if not kept.recorded:  # nobody knew then whether weights require grad
+        state = autograd.State(
+            lease=state.lease,
+            layout=state.layout,
+            shape=state.shape,
+            num_rows=state.num_rows,
+            real_rows=state.real_rows,
+            padded=state.padded,
+            wants_weights=weights_TK.requires_grad,
+            route=state.route,
+        )
+    assert state.route is not None
+    assert state.padded is not None
+    with torch.no_grad():
+        rows = state.route.send(autograd.pad(x_TD, state.real_rows, state.padded))
+    return partial(_attach, sent, channel, state, rows, x_TD, weights_TK)
+
+
+def _attach(
+    sent: Dispatched,
+    channel: Channel,
+    state: autograd.State,
+    rows: Tensor | Quantised,
+    x_TD: Tensor,
+    weights_TK: Tensor,
+) -> Dispatched:
+    edge = autograd.edge_of(rows, x_TD.dtype)
+    edge, weights = autograd.Dispatch.apply(x_TD, weights_TK, state, (edge, sent.weights.detach()))  # type: ignore[no-untyped-call]
+    quantised = autograd.quantised_rows(channel, rows, edge, sent.tokens_per_expert)
+    return dataclasses.replace(sent, edge=edge, quantised=quantised, weights=weights, state=state)
+
+
+def _of(dispatcher: Dispatcher) -> str:
+    return f" of {dispatcher.name!r}" * bool(dispatcher.name)
+
+
+def _check_same(kept: Kept, state: autograd.State, dispatcher: Dispatcher, x: Tensor, layout: Layout) -> None:
+    """Refuse an x or a layout that is not that of the forward.
+
+    Raises:
+        InputError: Shape, dtype or layout differ. The error has both.
+    """
+    if x.shape == state.shape and x.dtype == kept.dtype and _are_equal(layout, state.layout):
+        return
+    raise InputError(
+        f"Dispatcher.dispatch: a recomputation{_of(dispatcher)} must be given the x and the layout of its forward, "
+        f"{kept.dtype} {tuple(state.shape)} in {state.layout!r}, got {x.dtype} {tuple(x.shape)} in {layout!r}. Pass "
+        "what belongs to the micro-batch as arguments of the checkpointed function."
+    )
+
+
+def _are_equal(mine: Any, its: Any) -> bool:
+    """Return whether two layouts, or values of their fields, are equal, as far as the host knows."""
+    if mine is its:
+        return True
+    if type(mine) is not type(its):
+        return False
+    if isinstance(mine, Tensor):
+        return mine.shape == its.shape and (not (is_host(mine) and is_host(its)) or torch.equal(mine, its))
+    if isinstance(mine, Layout):
+        names = [field.name for field in dataclasses.fields(mine)] if dataclasses.is_dataclass(mine) else ["metadata"]
+        return all(_are_equal(getattr(mine, name), getattr(its, name)) for name in names)
+    if isinstance(mine, tuple):
+        return len(mine) == len(its) and all(map(_are_equal, mine, its))
+    return bool(mine == its)
+
+
+def _ids_of_tokens(
+    dispatcher: Dispatcher, x: Tensor, routing: Routing, layout: Layout, plan: Plan | Layout | None
+) -> Tensor:
+    """Return the ids of a call, int64 (T, K), with -1 in rows that are no tokens. No host sync."""
+    ids_TK = routing.topk_ids
+    if layout.all_real:
+        return ids_TK
+    valid_T = plan.valid_T if isinstance(plan, Plan) else None
+    if valid_T is None:
+        valid_T = layout.valid_T(len(ids_TK), ids_TK.device)
+    return ids_TK if valid_T is None else torch.where(valid_T.unsqueeze(1), ids_TK, -1)
+
+
+def _narrow(ids_TK: Tensor, num_experts: int) -> Tensor:
+    return ids_TK.to(torch.int32 if num_experts > _MANY_EXPERTS else torch.int16)
