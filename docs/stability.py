@@ -54,6 +54,7 @@ PUBLIC = {
         experimental="mx_tensor te_grouped_tensor torch_arguments blocked_scales deep_gemm_pair deep_gemm_layout "
         "grouped_gemm quantised_gradient gradient_as QuantisedRows QuantisedOptions",
     ),
+    "moe_dispatch.recompute": _names(experimental="keep_routes keep_routes_of keep_ids"),
     "moe_dispatch.replay": _names(experimental="RoutingTable Cut Recording replayed SequenceId"),
     "moe_dispatch.balance": _names(
         experimental="ExpertPlacement ExactPlacement exact expected_rows EplbOptions ExactOptions LeastLoadedOptions "

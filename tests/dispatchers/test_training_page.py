@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import BSHD, DispatcherConfig
 from moe_dispatch_testing import run_processes
@@ -51,7 +50,7 @@ class Model(nn.Sequential):
     def forward(self, x: Tensor, layout: Any = None) -> Tensor:
         *blocks, norm, project = self
         for block in blocks:
-            x = checkpoint(block, x, layout, use_reentrant=False) if self.recomputes else block(x, layout)
+            x = page().recomputed(block, x, layout) if self.recomputes else block(x, layout)
         y: Tensor = project(norm(x))
         return y
 

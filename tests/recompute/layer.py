@@ -42,6 +42,10 @@ class Layer(nn.Module):
         rows = torch.tanh(sent.grouped_mm(sent.rows, self.first))
         return x + self.dispatcher.combine(sent.grouped_mm(rows, self.second), sent)
 
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = super().__call__(x)
+        return y
+
     def route(self, x: Tensor) -> Routing:
         self.calls += 1
         logits = x.flatten(0, -2) @ self.gate

@@ -42,10 +42,7 @@ def noisy_step(config: Any, group: Group, how: str, *, gives_ids: bool, on: tupl
 )
 def test_a_router_that_is_given_its_ids(backend: Any, fields: dict[str, Any], how: str) -> None:
     config = layer_config(backend, **fields)
-    wanted, found = (
-        on_ranks(partial(noisy_step, config, how=each, gives_ids=True), 2)  # type: ignore[misc]
-        for each in ("plain", how)
-    )
+    wanted, found = (on_ranks(partial(noisy_step, config, how=each, gives_ids=True), 2) for each in ("plain", how))
     assert_equal([grads for grads, _ in found], [grads for grads, _ in wanted])
     assert not any(isinstance(reported, Exception) for _, reported in found)
 
