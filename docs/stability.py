@@ -54,7 +54,7 @@ PUBLIC = {
         experimental="mx_tensor te_grouped_tensor torch_arguments blocked_scales deep_gemm_pair deep_gemm_layout "
         "grouped_gemm quantised_gradient gradient_as QuantisedRows QuantisedOptions",
     ),
-    "moe_dispatch.recompute": _names(experimental="keep_routes keep_routes_of keep_ids"),
+    "moe_dispatch.recompute": _names(experimental="keep_routes keep_routes_of keep_routes_in keep_ids"),
     "moe_dispatch.replay": _names(experimental="RoutingTable Cut Recording replayed SequenceId"),
     "moe_dispatch.balance": _names(
         experimental="ExpertPlacement ExactPlacement exact expected_rows EplbOptions ExactOptions LeastLoadedOptions "
@@ -67,7 +67,8 @@ PUBLIC = {
     "moe_dispatch.integrations.packing": _names(experimental="packing_for Packing PackingSupport"),
     "moe_dispatch.integrations.megatron": _names(
         stable="convert pre_wrap_hook",
-        experimental="RoutingReplay moe_layer_spec follow_packed_sequences DispatchMoELayer MegatronDispatcher",
+        experimental="RoutingReplay keep_routes moe_layer_spec follow_packed_sequences DispatchMoELayer "
+        "MegatronDispatcher",
     ),
     "moe_dispatch.integrations.transformers": _names(
         stable="config_for register attach", experimental="dispatchers_of RoutingReplay"

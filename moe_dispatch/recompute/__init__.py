@@ -6,5 +6,6 @@ See ``docs/training.md``.
 """
 
 from moe_dispatch.recompute.contexts import keep_ids, keep_routes, keep_routes_of
+from moe_dispatch.recompute.modules import keep_routes_in
 
-__all__ = ["keep_ids", "keep_routes", "keep_routes_of"]
+__all__ = ["keep_ids", "keep_routes", "keep_routes_in", "keep_routes_of"]

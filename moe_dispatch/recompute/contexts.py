@@ -74,6 +74,8 @@ def keep_routes_of(function: Callable[Parameters, Result]) -> Callable[Parameter
 
     @wraps(function, updated=())
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
         if logs:
             if torch._C._current_graph_task_id() == -1:
                 raise StateError(

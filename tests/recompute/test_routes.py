@@ -30,7 +30,7 @@ from moe_dispatch.communication import Communicator
 from moe_dispatch.dispatchers import SlotWeights, join, run_in_chunks
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.errors import ConfigError, StateError
-from moe_dispatch.recompute import contexts, keep_routes, keep_routes_of
+from moe_dispatch.recompute import contexts, keep_routes, keep_routes_in, keep_routes_of
 from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, V25
 from tests.dispatchers.layer import Group, caught, on_ranks, outcomes, raises_everywhere
 from tests.recompute.layer import D, K, Layer, assert_equal, called, gradients, layer_config, step, tokens
@@ -485,6 +485,11 @@ def test_a_function_for_one_call() -> None:
     kept(x)
     with pytest.raises(StateError, match="its result is for one checkpointed call, got a second call"):
         kept(x)
+
+
+def test_a_model_without_checkpoints() -> None:
+    with pytest.raises(ConfigError, match="a module of the model must be checkpointed, got none in Layer"):
+        keep_routes_in(Layer(layer_config("local"), None))
 
 
 def fails_in_the_forward(layer: Layer, x: Tensor) -> None:

@@ -7,6 +7,7 @@ from moe_dispatch.integrations.checks import check_version
 # This check comes before the imports, which may fail with a less helpful error in an older version.
 VERSION = check_version("megatron-core")
 
+from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization  # noqa: E402
@@ -22,4 +23,5 @@ __all__ = [
     "TransformerBlock",
     "TransformerLayer",
     "get_align_size_for_quantization",
+    "tensor_parallel",
 ]

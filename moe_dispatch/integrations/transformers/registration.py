@@ -70,12 +70,17 @@ def register(
         implementations.register(name, Registered(config))
 
 
-def attach(model: nn.Module) -> None:
+def attach(model: nn.Module, *, keep_routes: bool = False) -> None:
     """Make each forward of a model plan for the padding of its batch, so that padding is not dispatched.
 
     Call it once, after the experts are wired. A second call does nothing. It hooks the modules that take an attention
     mask and hold experts. Each forward makes one plan for all layers. Dispatchers get the names of their modules, which
     errors, metrics and traces show.
+
+    Args:
+        model: The whole model.
+        keep_routes: Whether layers that transformers' switch or torch's ``checkpoint_wrapper`` recomputes dispatch on
+            the routes of their forwards, as ``moe_dispatch.recompute.keep_routes`` does. Equal on all ranks.
 
     Raises:
         ConfigError: The model has no MoE layers, none of them is wired, or no module around them takes the mask. Or an
@@ -93,7 +98,9 @@ def attach(model: nn.Module) -> None:
         if before is None:
             parameters = tuple(inspect.signature(owner.forward).parameters)
             dispatcher = wiring.dispatcher_of(experts)
-            before = PlanBeforeForward(parameters=parameters, dispatcher=dispatcher, slices=wiring.slices)
+            before = PlanBeforeForward(
+                parameters=parameters, dispatcher=dispatcher, slices=wiring.slices, keeps_routes=keep_routes
+            )
             owner.register_forward_pre_hook(before, with_kwargs=True)
             owner.register_forward_hook(end_plan, always_call=True)
         if isinstance(wiring, ExpertParallel):

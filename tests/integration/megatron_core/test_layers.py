@@ -185,6 +185,38 @@ def recomputed(rank: int) -> float:
     return difference(outcome(layer, case.hidden(rank)), want)
 
 
+def recomputed_on_routes(rank: int) -> float:
+    """Megatron's own recomputation of MoE layers, with two live forwards."""
+    from megatron.core import tensor_parallel
+
+    from moe_dispatch.integrations.megatron import keep_routes
+
+    case = Case(seed=7, tokens=(6, 3, 9, 5), config=OVERLAP)
+    layer = converted(case)
+    metrics = layer.token_dispatcher.dispatcher.metrics
+
+    def called() -> Outcome:
+        layer.zero_grad()
+        batches = [case.hidden(rank).requires_grad_(), case.hidden(rank).flip(0).requires_grad_()]
+        losses = [layer(hidden)[0].square().sum() for hidden in batches]
+        for loss in losses:
+            loss.backward()
+        return {"one": gradient(batches[0]), "other": gradient(batches[1])} | gradients_of(layer)
+
+    want, before = called(), metrics().dispatches
+    layer.moe_layer_recompute, checkpoint_of_megatron = True, tensor_parallel.checkpoint
+    keep_routes()
+    keep_routes()
+    try:
+        got = called()
+    finally:
+        tensor_parallel.checkpoint = checkpoint_of_megatron
+    assert metrics().dispatches == before + 2
+    assert difference(called(), want) < 1e-5
+    assert metrics().dispatches == before + 6, "without it, each recomputation dispatches anew"
+    return difference(got, want)
+
+
 def in_pieces(rank: int) -> float:
     """As a transformer layer calls it around partial CUDA graphs: cudagraph_attrs name what it carries on."""
     case = Case(seed=8, config={"moe_shared_expert_intermediate_size": 16})
@@ -267,6 +299,7 @@ CHECKS: dict[str, Check] = {
     "another backend": another_backend,
     "no tokens": no_tokens,
     "recomputed": recomputed,
+    "recomputed on routes": recomputed_on_routes,
     "in pieces": in_pieces,
     "refused experts": refused_experts,
 }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_dispatch.errors import ConfigError, InputError, IntegrationError
+from moe_dispatch.recompute import keep_routes_in
 from tests.integration.needs import needs
 from tests.integration.titan.moe import EXPERTS, HIDDEN, TOP_K, built, moe_config
 from tests.pages import blocks, run_page
@@ -133,6 +134,24 @@ def test_selective_checkpointing_repeats_dispatch_unless_our_operators_are_saved
     saving = run_page("integrations/torchtitan.md")["SavesDispatch"]
     assert recomputed_dispatches(SelectiveAC) == 2
     assert recomputed_dispatches(saving) == 1
+
+
+def test_a_recomputed_layer_takes_the_route_of_its_forward() -> None:
+    config = moe_config()
+    use(config)
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"0": built(config)})
+    whole: Any = copy.deepcopy(model)
+    want = forward(whole.layers["0"])
+    before = whole.layers["0"].routed_experts.token_dispatcher.dispatcher.metrics().dispatches
+    run_page("integrations/torchtitan.md")["recompute"](model)
+    keep_routes_in(model)
+    layer: Any = model.layers["0"]
+    got = {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in forward(layer).items()}
+    assert layer.routed_experts.token_dispatcher.dispatcher.metrics().dispatches == before + 1
+    assert list(got) == list(want)
+    for name, tensor in got.items():
+        torch.testing.assert_close(tensor, want[name], rtol=0, atol=0)
 
 
 OURS: list[tuple[dict[str, Any], str]] = [

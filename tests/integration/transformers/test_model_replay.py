@@ -84,21 +84,26 @@ def test_the_experts_function_counts_the_drift(mesh: DeviceMesh) -> None:
     assert drift_of(model)[0] > 0
 
 
-@pytest.mark.parametrize("wired", [False, True])
+@pytest.mark.parametrize("wired", ["", "wired", "keeps routes"])
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "wrapped by torch"])
-def test_a_layer_is_recomputed_with_the_ids_of_its_forward(how: str, wired: bool, mesh: DeviceMesh) -> None:
+def test_a_layer_is_recomputed_with_the_ids_of_its_forward(how: str, wired: str, mesh: DeviceMesh) -> None:
     """Both forwards run before the first backward, and the backwards run outside of the blocks."""
     model = double(FAMILY)
     if wired:
-        attach(wire(model, mesh, registered(model.config, name=f"replay-{how}")))
+        model = wire(model, mesh, registered(model.config, name=f"replay-{how}-{wired}"))
+        attach(model, keep_routes=wired == "keeps routes")
     if how == "wrapped by torch":
         model.model.layers = torch.nn.ModuleList(checkpoint_wrapper(layer) for layer in model.model.layers)
     else:
         model.activation_checkpointing_enable({"use_reentrant": how == "reentrant"})
     table = draw_table(LAYERS)
     losses = replay_losses(model, table, TWO)
+    dispatchers = [*dispatchers_of(model).values()] if wired else []
+    before = [dispatcher.metrics().dispatches for dispatcher in dispatchers[:1]]
     for loss in losses:
         loss.backward()
+    after = [dispatcher.metrics().dispatches for dispatcher in dispatchers[:1]]
+    assert (before == after) == (wired != "wired"), "a dispatch on a kept route counts as none"
     _, wanted, counts = dense(FAMILY, table, TWO)
     got = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients(model).items()}
     assert difference(got, wanted) < 1e-5
