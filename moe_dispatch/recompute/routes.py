@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch._interceptors import of_thread
-from moe_dispatch._recipes import Quantised
+from moe_dispatch.backends.wire import Encoded
 from moe_dispatch.communication import control_device, raise_alike
 from moe_dispatch.dispatchers import autograd, checks
 from moe_dispatch.dispatchers.agreement import UNTOLD
@@ -68,10 +68,19 @@ def dispatch_anew(
 
     def arrived(sent: Dispatched) -> Dispatched:
         # New tensors, because these are part of the autograd graph, and rows must not be kept.
-        nothing, weights = sent.edge.new_empty((0, 0)), sent.weights.detach()
+        nothing, weights = sent.in_graph.new_empty((0, 0)), sent.weights.detach()
         if weights.untyped_storage().nbytes() > weights.nbytes:  # it may be part of a buffer with rows
             weights = weights.clone()
-        kept.sent = dataclasses.replace(sent, edge=nothing, quantised=None, weights=weights)
+        kept.sent = Dispatched(
+            rows=nothing,
+            tokens_per_expert=sent.tokens_per_expert,
+            real_tokens_per_expert=sent.real_tokens_per_expert,
+            host_counts=sent.host_counts,
+            weights=weights,
+            pad_multiple=sent.pad_multiple,
+            placement=sent.placement,
+            state=sent.state,
+        )
         return sent
 
     if isinstance(arriving, Dispatched):
@@ -170,8 +179,6 @@ def _send(kept: Kept, channel: Channel, x_TD: Tensor, routing: Routing, ids_TK: 
             wants_weights=weights_TK.requires_grad,
             route=state.route,
         )
-    assert state.route is not None
-    assert state.padded is not None
     with torch.no_grad():
         rows = state.route.send(autograd.pad(x_TD, state.real_rows, state.padded))
     return partial(_attach, sent, channel, state, rows, x_TD, weights_TK)
@@ -181,14 +188,14 @@ def _attach(
     sent: Dispatched,
     channel: Channel,
     state: autograd.State,
-    rows: Tensor | Quantised,
+    rows: Tensor | Encoded,
     x_TD: Tensor,
     weights_TK: Tensor,
 ) -> Dispatched:
-    edge = autograd.edge_of(rows, x_TD.dtype)
-    edge, weights = autograd.Dispatch.apply(x_TD, weights_TK, state, (edge, sent.weights.detach()))  # type: ignore[no-untyped-call]
-    quantised = autograd.quantised_rows(channel, rows, edge, sent.tokens_per_expert)
-    return dataclasses.replace(sent, edge=edge, quantised=quantised, weights=weights, state=state)
+    received = rows if isinstance(rows, Tensor) else rows.stand_in(x_TD.dtype), sent.weights.detach()
+    in_graph, weights = autograd.Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
+    attached = dataclasses.replace(sent, rows=in_graph, weights=weights, state=state)
+    return attached if isinstance(rows, Tensor) else rows.added_to(attached, channel.shape.wire_dtype)
 
 
 def _of(dispatcher: Dispatcher) -> str:

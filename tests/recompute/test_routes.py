@@ -139,6 +139,7 @@ def unsteady(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     def other(self: AllToAll, started: Any) -> Arrived:
         arrived = finish(self, started)
+        assert isinstance(arrived.rows, Tensor)
         dispatches[id(self)] += 1
         is_other = dispatches[id(self)] % 2 == 0
         ends, assert_counts = arrived.tokens_per_expert.cumsum(0).tolist(), arrived.tokens_per_expert_list
@@ -605,7 +606,7 @@ def test_memory_that_is_kept(backend: Any, fields: dict[str, Any], monkeypatch: 
         whole, route = memory_of(mine), memory_of(kept.sent.state.route)
         counts = memory_of(kept.sent.tokens_per_expert, kept.sent.real_tokens_per_expert)
         with torch.no_grad():
-            rows = len(layer.dispatcher.dispatch(x, layer.route(x)).edge)
+            rows = len(layer.dispatcher.dispatch(x, layer.route(x)).in_graph)
         added = {address: count for address, count in whole.items() if address not in {*route, *counts}}
         assert sum(added.values()) <= 2 * len(x) * K + 4 * rows
         assert sum(whole.values()) < 0.5 * len(x) * 256 * 4 + 64 * rows + 4096
