@@ -65,7 +65,7 @@ def _parameter(*shape: int, seed: int) -> nn.Parameter:
 
 def layer_config(backend: str | dict[str, Any] = "alltoall", **fields: Any) -> DispatcherConfig:
     if isinstance(backend, dict) and "emulate" in backend:
-        fields = {"hidden_size": 256, "wire_dtype": "bfloat16", **fields}
+        fields = {"hidden_size": 256, "wire": "bfloat16", **fields}
     return DispatcherConfig(backend=backend, **{"num_experts": E, "top_k": K, "hidden_size": D, **fields})
 
 

@@ -135,13 +135,13 @@ class _Unsteady(Route):
 @pytest.fixture
 def unsteady(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``alltoall`` deliver rows in another order, or with other counts, in every second dispatch."""
-    finish, dispatches = AllToAll.finish, Counter[int]()
+    finish, dispatches = AllToAll.finish, weakref.WeakKeyDictionary[AllToAll, int]()
 
     def other(self: AllToAll, started: Any) -> Arrived:
         arrived = finish(self, started)
         assert isinstance(arrived.rows, Tensor)
-        dispatches[id(self)] += 1
-        is_other = dispatches[id(self)] % 2 == 0
+        dispatches[self] = dispatches.get(self, 0) + 1
+        is_other = dispatches[self] % 2 == 0
         ends, assert_counts = arrived.tokens_per_expert.cumsum(0).tolist(), arrived.tokens_per_expert_list
         assert assert_counts is not None
         reverses = is_other and request.param == "order"
@@ -342,7 +342,7 @@ def test_orders(order: Any, fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("recomputes", [False, True], ids=["", "chunks recomputed"])
 def test_chunks(recomputes: bool) -> None:
-    config = layer_config(chunk_tokens=4, chunk_recompute=recomputes)
+    config = layer_config(chunks={"tokens": 4, "recompute": recomputes})
 
     def body(group: Group, how: str) -> list[Tensor]:
         layer, x = Layer(config, group), tokens(group)
@@ -355,7 +355,7 @@ def test_chunks(recomputes: bool) -> None:
 
 @pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
 def test_balanced_experts(fields: dict[str, Any]) -> None:
-    config = layer_config(balance="exact", balance_min_rows=0, **fields)
+    config = layer_config(balance={"name": "exact", "min_rows": 0}, **fields)
 
     def body(group: Group, how: str) -> tuple[list[Tensor], dict[str, int]]:
         layer, x = Layer(config, group), tokens(group)
