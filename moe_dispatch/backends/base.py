@@ -307,7 +307,8 @@ class BackendContext:
         permutation_name: Name of the configured one-rank reorder.
         workspace: Memory that calls reuse.
         debug: Whether each call checks what it can, at the cost of host syncs.
-        permutations: The reorder itself, by type of tensor and of device. ``permutation_of`` looks it up for a tensor.
+        permutations: The reorder itself, by type of tensor and of device. ``permutation_of`` looks it up for a tensor;
+            what runs in every call looks it up here, which saves a function call.
     """
 
     shape: MoEShape

@@ -85,7 +85,7 @@ class Call:
 
     Attributes:
         x_TD: All rows of the model.
-        ids_TK: int64, the ids of the router for all rows. No row names an expert twice.
+        ids_TK: int64, the ids of the router for all rows, merged: no row names an expert twice.
         weights_TK: Weights of all rows, in the accumulation dtype.
         plan: A plan, or the draft of one.
         real_rows: int64, the indices of the rows to send; None sends all rows.

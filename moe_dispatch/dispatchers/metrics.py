@@ -311,18 +311,20 @@ class Meter:
 def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
     """Return the metrics of this rank. With ``gather``, which is collective, return the sums over all ranks."""
     meter, links = channel.meter, dict.fromkeys((channel.communicator, channel.control))  # often the same one
-    mine: list[Any] = [
-        *meter.tokens(),
-        {**meter.rows, "masked": meter.masked},
-        +_total(link.bytes_sent for link in links),
-        _total(link.calls for link in links),
-        {"copies": meter.copies},
-        {field: counts for observer in channel.observers for field, counts in observer.totals().items()},
-    ]
+    real, padding, layers = meter.tokens()
+    mine: dict[str, Any] = {
+        "real": real,
+        "padding": padding,
+        "layers": layers,
+        "rows": {**meter.rows, "masked": meter.masked},
+        "sent": +_total(link.bytes_sent for link in links),
+        "calls": _total(link.calls for link in links),
+        "copies": meter.copies,
+        "observed": {field: counts for observer in channel.observers for field, counts in observer.totals().items()},
+    }
     everyone = channel.control.gather_json(mine, label="metrics") if gather else [mine]
-    real, padding, layers, *others, observed = zip(*everyone, strict=True)
-    rows, sent, calls, copies = map(_total, others)
-    tokens = torch.tensor(real, dtype=torch.int64, device="cpu")
+    rows, sent, calls = (_total(of[name] for of in everyone) for name in ("rows", "sent", "calls"))
+    tokens = torch.tensor([of["real"] for of in everyone], dtype=torch.int64, device="cpu")
     ranks = tokens.sum(1)
     tokens = tokens.sum(0) if meter.placed else tokens.flatten()
     return Metrics(
@@ -330,18 +332,21 @@ def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
         dispatches=rows["dispatches"],
         real_tokens_per_expert=tokens,
         tokens_by_layer={
-            name: torch.tensor([of[name] for of in layers if name in of], dtype=torch.int64, device="cpu").sum(0)
-            for name in dict.fromkeys(name for of in layers for name in of)
+            name: torch.tensor([of["layers"][name] for of in everyone if name in of["layers"]], device="cpu").sum(0)
+            for name in dict.fromkeys(name for of in everyone for name in of["layers"])
         },
         imbalance=_busiest_over_mean(tokens),
         rank_imbalance=_busiest_over_mean(ranks) if gather else None,
-        rows_padded={"rank": rows["rank"], "expert": sum(padding)},
+        rows_padded={"rank": rows["rank"], "expert": sum(of["padding"] for of in everyone)},
         rows_skipped={"cut": rows["cut"], "masked": rows["masked"]},
         bytes_sent=dict(sent),
         collectives=dict(calls),
-        expert_copies=copies["copies"],
+        expert_copies=sum(of["copies"] for of in everyone),
         dispatches_left_uneven=rows["uneven"],
-        **{field: dict(_total(of.get(field, {}) for of in observed)) for field in ("slots_replayed", "slots_drifted")},
+        **{
+            field: dict(_total(of["observed"].get(field, {}) for of in everyone))
+            for field in ("slots_replayed", "slots_drifted")
+        },
     )
 
 

@@ -61,7 +61,7 @@ class Leg:
     cu_T: Tensor
 
     def add_up(self, packets: Tensor, form: PacketFormat, out: Tensor, values: Tensor | None, *, label: str) -> None:
-        """Return one packet for each row that arrived, and sum the packets that come back by row.
+        """Send one packet back for each row that arrived, and sum the packets that come back by row.
 
         Args:
             packets: The packets.
@@ -72,6 +72,7 @@ class Leg:
         """
         context, label = self.context, label + self.suffix
         received = context.workspace.lend(self.source_B.shape[0], packets.shape[1], device=packets.device)
+        # The way back: what went out comes in.
         work = context.communicator.all_to_all(received, packets, self.rows_out, self.rows_in, label=label)
         permutation = context.permutations[type(received), received.device.type]
         work.wait()
