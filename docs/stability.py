@@ -42,8 +42,8 @@ PUBLIC = {
     ),
     "moe_dispatch.backends": _names(
         stable="register_backend known_backends load_backend parse_backend",
-        experimental="PROTOCOL BackendOptions Backend Route BackendContext Constraints MoEShape Sizes Arrived "
-        "Communicator Usable Rejected Volume SentBytes",
+        experimental="PROTOCOL BackendOptions Backend Route BackendContext Constraints WireSupport GraphSafeSupport "
+        "MoEShape Sizes Arrived Communicator Usable Rejected Volume SentBytes",
     ),
     "moe_dispatch.backends.rank_major": _names(experimental="RankMajorRoute arrive"),
     "moe_dispatch.backends.wire": _names(experimental="WireFormat Encoded WireOptions"),

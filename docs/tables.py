@@ -171,7 +171,7 @@ def _hidden(options: type[BackendOptions], needs: Constraints) -> str:
 
 
 def _wires(options: type[BackendOptions], needs: Constraints) -> str:
-    return ", ".join(["`None`", *(f'`"{wire}"`' for wire in sorted(needs.wire_dtypes))])
+    return ", ".join(["`None`", *(f'`"{wire}"`' for wire in sorted(needs.wire.dtypes))])
 
 
 def _options(options: type[BackendOptions], needs: Constraints) -> str:

@@ -207,14 +207,14 @@ def _broken_rule(needs: Constraints, scenario: Scenario, shape: MoEShape, device
         (needs.graph_safe or not scenario.graph_safe, "graph_safe False"),
         (needs.devices is None or device in needs.devices, f"devices {_listed(needs.devices)}"),
         (_is_carried(scenario, needs), f"dtypes {_listed(needs.dtypes)}"),
-        (needs.carries(scenario.wire_dtype), f"wire_dtypes {_listed(needs.wire_dtypes)}"),
+        (needs.wire.carries(scenario.wire_dtype), f"wire.dtypes {_listed(needs.wire.dtypes)}"),
         (
-            needs.quantised_gradients == "can"
+            needs.wire.gradients == "can"
             or scenario.wire_dtype in (None, "bfloat16")
-            or (needs.quantised_gradients == "must") == (scenario.grad_wire_dtype is not None),
-            f"quantised_gradients {needs.quantised_gradients}",
+            or (needs.wire.gradients == "must") == (scenario.grad_wire_dtype is not None),
+            f"wire.gradients {needs.wire.gradients}",
         ),
-        (needs.delivers_quantised or not shape.quantised, "delivers_quantised False"),
+        (needs.wire.delivers or not shape.quantised, "wire.delivers False"),
         (needs.max_hidden is None or shape.hidden_size <= needs.max_hidden, f"max_hidden {needs.max_hidden}"),
         (shape.num_local_experts % needs.local_experts_multiple == 0, "local_experts_multiple"),
         (

@@ -260,7 +260,7 @@ class Scenario:
     def fitted(self, needs: Constraints) -> Scenario:
         """Return the scenario with wider rows, bfloat16 on the wire or no gradients, where the backend needs them."""
         changes: dict[str, Any] = {"hidden": round_up(self.hidden, needs.hidden_multiple)}
-        if needs.dtypes is not None and self.torch_dtype not in needs.dtypes and "bfloat16" in needs.wire_dtypes:
+        if needs.dtypes is not None and self.torch_dtype not in needs.dtypes and "bfloat16" in needs.wire.dtypes:
             changes["wire_dtype"] = self.wire_dtype or "bfloat16"
         if not needs.differentiable:
             forward_only = "once" if self.schedule.startswith("checkpointed") else self.schedule

@@ -17,8 +17,10 @@ from moe_dispatch.backends.base import (
     MoEShape,
     Route,
 )
+from moe_dispatch.backends.capacity import GraphSafeSupport
 from moe_dispatch.backends.registry import known_backends, load_backend, parse_backend, register_backend
 from moe_dispatch.backends.volume import SentBytes, Volume
+from moe_dispatch.backends.wire import WireSupport
 from moe_dispatch.communication import Communicator
 from moe_dispatch.types import Sizes
 
@@ -30,6 +32,7 @@ __all__ = [
     "BackendOptions",
     "Communicator",
     "Constraints",
+    "GraphSafeSupport",
     "MoEShape",
     "Rejected",
     "Route",
@@ -37,6 +40,7 @@ __all__ = [
     "Sizes",
     "Usable",
     "Volume",
+    "WireSupport",
     "known_backends",
     "load_backend",
     "parse_backend",

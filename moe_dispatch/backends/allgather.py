@@ -17,9 +17,10 @@ from moe_dispatch.backends.base import (
     MoEShape,
     grouped_bytes,
 )
+from moe_dispatch.backends.capacity import GraphSafeSupport
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.volume import SentBytes, Volume
-from moe_dispatch.backends.wire import Encoded, back_wire, dispatch_format, row_format
+from moe_dispatch.backends.wire import ALL_WIRES, Encoded, WireSupport, back_wire, dispatch_format, row_format
 from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import accumulation_dtype, count_experts
 from moe_dispatch.types import Sizes
@@ -36,15 +37,11 @@ class AllGatherOptions(BackendOptions):
         # Only rows that are sent out can be narrow. A reduce-scatter adds on the way back, so bfloat16 would round at
         # every hop.
         return Constraints(
-            wire_dtypes=frozenset({"float8_e4m3fn", "mxfp8"}),
-            any_wire=True,
-            quantised_gradients="can",
-            delivers_quantised=True,
+            wire=WireSupport(dtypes=ALL_WIRES - {"bfloat16"}, other_formats=True, gradients="can", delivers=True),
             equal_rows=True,
             min_rows=int(shape.graph_safe),
             counts_with_sizes=not shape.graph_safe,
-            graph_safe=True,
-            drop_order="weight",
+            graph_safe=GraphSafeSupport(drop_order="weight"),
             compilable=True,
         )
 

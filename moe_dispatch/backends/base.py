@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moe_dispatch._options import Options
 from moe_dispatch._probing import Rejected, Usable
-from moe_dispatch.backends.capacity import CapacityFactor, capacity_of, worst_rows
+from moe_dispatch.backends.capacity import CapacityFactor, GraphSafeSupport, capacity_of, worst_rows
 from moe_dispatch.backends.volume import SentBytes, Volume
-from moe_dispatch.backends.wire import Encoded, WireDtype, row_format
+from moe_dispatch.backends.wire import Encoded, WireSupport, row_format
 from moe_dispatch.backends.workspace import Workspace
 from moe_dispatch.communication import Communicator
 from moe_dispatch.permutation import Permutation, TorchPermutation, choose_permutation
@@ -25,7 +25,6 @@ PROTOCOL = 1
 """Version of the contract between dispatchers and backends. A backend states the version it was written for."""
 
 PermutationName = Literal["auto", "torch", "triton"]
-DropOrder = Literal["weight", "position"]
 
 MARKED_DISPATCHERS = 64
 """Numbers of dispatchers that marks tell apart, with 0 for an unknown one."""
@@ -62,19 +61,9 @@ class Constraints:
             among its counts (``Backend.refuse``).
         counts_with_sizes: Whether the backend uses ``Sizes.tokens_per_expert``. If so, ranks that agree on the sizes of
             a dispatch sum the counts in the same exchange.
-        wire_dtypes: Supported values of ``wire.dtype`` besides None.
-        any_wire: Whether rows travel as bytes that the backend does not look into, so that formats of other packages
-            are supported too.
-        quantised_gradients: Whether gradient rows of combine can travel quantised, as ``MoEShape.grad_wire_dtype``; or
-            must, if rows of dispatch do, because the route fixes the dtype of both.
-        delivers_quantised: Whether the backend can deliver rows quantised as they travelled. If so, it does when
-            ``MoEShape.quantised`` says so.
-        graph_safe: Whether the backend can work without host syncs and data-dependent shapes.
+        wire: The wire formats that the backend carries.
+        graph_safe: How the backend works without host syncs and data-dependent shapes; None if it cannot.
         graph_safe_reason: Why it cannot, for the error message.
-        drop_order: Order in which the backend drops rows beyond the capacity. "weight" drops the slots with the
-            smallest weights first, and of equal weights the last by source rank, token and slot. "position" drops the
-            last of its expert-major rows first, so the experts with the highest ids lose rows first. None means that it
-            cannot drop rows, and supports only the capacity for the worst case.
         compilable: Whether torch.compile can trace the backend with ``fullgraph=True``.
         differentiable: Whether both verbs have a backward. If not, the dispatcher refuses tensors that require grad.
     """
@@ -97,13 +86,9 @@ class Constraints:
     pads_experts: bool = False
     exchanges_counts: bool = False
     counts_with_sizes: bool = False
-    wire_dtypes: frozenset[WireDtype] = frozenset()
-    any_wire: bool = False
-    quantised_gradients: Literal["no", "can", "must"] = "no"
-    delivers_quantised: bool = False
-    graph_safe: bool = False
+    wire: WireSupport = field(default_factory=WireSupport)
+    graph_safe: GraphSafeSupport | None = None
     graph_safe_reason: str = "it has no static path"
-    drop_order: DropOrder | None = None
     compilable: bool = False
     differentiable: bool = True
 
@@ -111,10 +96,6 @@ class Constraints:
     def most_rows(self) -> int | None:
         """Most rows that a rank may bring, padding included; None for no limit."""
         return None if self.max_rows is None else self.max_rows // self.row_multiple * self.row_multiple
-
-    def carries(self, wire: str | None) -> bool:
-        """Return whether rows can travel in the format of a ``wire``."""
-        return wire is None or wire in self.wire_dtypes or (self.any_wire and wire != "bfloat16")
 
     def padded(self, rows: int) -> int:
         """Return the number of rows that a rank with ``rows`` rows brings, padding included."""

@@ -6,6 +6,7 @@ It is fixed before the first dispatch and does not depend on the routing.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, final
 
 from pydantic import Field
@@ -21,6 +22,21 @@ if TYPE_CHECKING:
 CapacityFactor = Literal["worst"] | float
 # A factor in a config. A factor above 1024 is taken for a typo: the worst case is P times the balanced load.
 Factor = Literal["worst"] | Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphSafeSupport:
+    """How a backend works in graph-safe mode, for ``Constraints.graph_safe``.
+
+    Attributes:
+        drop_order: Order in which the backend drops rows beyond the capacity. "weight" drops the slots with the
+            smallest weights first, and of equal weights the last by source rank, token and slot. "position" drops the
+            last of its expert-major rows first, so the experts with the highest ids lose rows first. None means that it
+            cannot drop rows, and supports only the capacity for the worst case.
+    """
+
+    drop_order: Literal["weight", "position"] | None = None
 
 
 @final
@@ -48,6 +64,17 @@ class GraphSafeOptions(Options):
         if finite and self.on_overflow is None:
             offered = '"raise", "drop" or "drop_by_position"'
             raise ConfigError(f"graph_safe.on_overflow must be {offered} with {' and '.join(finite)}.")
+
+    def check_backend(self, where: str, support: GraphSafeSupport) -> None:
+        """Raise ConfigError if the backend drops no rows, or others than ``on_overflow`` says."""
+        order = support.drop_order
+        if self.on_overflow is not None and order is None:
+            raise ConfigError(f"{where}: its library cannot drop rows. Write graph_safe=True, without options.")
+        fitting = "drop" if order == "weight" else "drop_by_position"
+        if self.on_overflow not in (None, "raise", fitting):
+            raise ConfigError(
+                f'{where}: it drops rows by {order}. Use "{fitting}" or "raise" for graph_safe.on_overflow.'
+            )
 
 
 def capacity_of(shape: MoEShape, *, pair_factor: CapacityFactor | None = None) -> Capacity:

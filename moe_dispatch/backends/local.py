@@ -17,9 +17,10 @@ from moe_dispatch.backends.base import (
     MoEShape,
     grouped_bytes,
 )
+from moe_dispatch.backends.capacity import GraphSafeSupport
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.volume import SentBytes, Volume
-from moe_dispatch.backends.wire import Encoded, back_wire, row_format
+from moe_dispatch.backends.wire import ALL_WIRES, Encoded, WireSupport, back_wire, row_format
 from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import count_experts
 from moe_dispatch.types import Sizes
@@ -43,13 +44,9 @@ class LocalOptions(BackendOptions):
         return Constraints(
             group_sizes=frozenset({1}),
             group_sizes_hint='Use "alltoall", or pass group=None.',
-            wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"}),
-            any_wire=True,
-            quantised_gradients="can",
-            delivers_quantised=True,
+            wire=WireSupport(dtypes=ALL_WIRES, other_formats=True, gradients="can", delivers=True),
             min_rows=int(shape.graph_safe),  # the padding of a fixed-size buffer is copied from row 0
-            graph_safe=True,
-            drop_order="weight",
+            graph_safe=GraphSafeSupport(drop_order="weight"),
             compilable=True,
         )
 

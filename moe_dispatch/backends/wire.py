@@ -29,6 +29,7 @@ __all__ = ["Encoded", "WireFormat", "WireOptions"]
 
 # For editors, which offer these names; names of other formats are as good.
 WireDtype = Literal["bfloat16", "float8_e4m3fn", "mxfp8"]
+ALL_WIRES: frozenset[WireDtype] = frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"})
 
 
 class Encoded(Protocol):
@@ -69,7 +70,7 @@ class WireFormat(ABC):
 
     A format of another package is a subclass that defines ``nbytes``, ``encode`` and ``decode``, and an entry point of
     the group ``moe_dispatch.wire_formats`` whose name is the ``wire`` of a config. Backends that move bytes carry it
-    (``Constraints.any_wire``). Both methods run with gradients off: the gradient of a format is the identity.
+    (``WireSupport.other_formats``). Both methods run with gradients off: the gradient of a format is the identity.
 
     Args:
         dtype: Dtype of the model's rows.
@@ -296,6 +297,30 @@ def dispatch_format(
 def id_dtype_for(num_experts: int) -> torch.dtype:
     """Return the narrowest dtype that holds expert ids, -1, and the difference of any two ids."""
     return torch.int16 if 2 * num_experts <= torch.iinfo(torch.int16).max else torch.int32
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WireSupport:
+    """The wire formats that a backend carries, for ``Constraints.wire``.
+
+    Attributes:
+        dtypes: Supported values of ``wire.dtype`` besides None.
+        other_formats: Whether rows travel as bytes that the backend does not look into, so that formats of other
+            packages are supported too.
+        gradients: Whether gradient rows of combine can travel as ``MoEShape.grad_wire_dtype``; or must, if rows of
+            dispatch do, because the route fixes the dtype of both.
+        delivers: Whether the backend can deliver rows as they travelled. If so, it does so if ``MoEShape.quantised``.
+    """
+
+    dtypes: frozenset[WireDtype] = frozenset()
+    other_formats: bool = False
+    gradients: Literal["no", "can", "must"] = "no"
+    delivers: bool = False
+
+    def carries(self, wire: str | None) -> bool:
+        """Return whether rows can travel in the format of a ``wire``."""
+        return wire is None or wire in self.dtypes or (self.other_formats and wire != "bfloat16")
 
 
 class WireOptions(Options):

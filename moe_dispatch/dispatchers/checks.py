@@ -231,7 +231,7 @@ def check_rows(
     """
     carried = ROW_DTYPES if needs.dtypes is None or config.wire is not None else needs.dtypes
     if rows.dtype not in carried:
-        by_wire = rows.dtype in ROW_DTYPES and "bfloat16" in needs.wire_dtypes
+        by_wire = rows.dtype in ROW_DTYPES and "bfloat16" in needs.wire.dtypes
         way_out = 'Set wire="bfloat16"' if by_wire else f"Convert {what}"
         names = ", ".join(sorted(map(str, carried)))
         raise InputError(f"{where}: {what} must be {names}, got {rows.dtype}. {way_out}, or use another backend.")

@@ -87,25 +87,19 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
     if needs.group_sizes is not None and shape.ep_size not in needs.group_sizes:
         allowed = listed_sizes(needs.group_sizes)
         raise ConfigError(f"{where}: ep_size must be one of {allowed}, got {shape.ep_size}. {needs.group_sizes_hint}")
-    if not needs.carries(shape.wire_dtype):
-        offered = ", ".join(repr(dtype) for dtype in (None, *sorted(needs.wire_dtypes)))
-        others = " or the format of another package" if needs.any_wire else ""
+    if not needs.wire.carries(shape.wire_dtype):
+        offered = ", ".join(repr(dtype) for dtype in (None, *sorted(needs.wire.dtypes)))
+        others = " or the format of another package" if needs.wire.other_formats else ""
         raise ConfigError(f"{where}: wire must be one of {offered}{others}, got {shape.wire_dtype!r}.")
     if config.wire_options is not None:
         config.wire_options.check_backend(where, needs)
     if config.device is not None and needs.devices is not None and config.device not in needs.devices:
         offered = ", ".join(sorted(needs.devices))
         raise ConfigError(f"{where}: device must be one of {offered}, got {config.device!r}. Use another backend.")
-    if config.graph_safe and not needs.graph_safe:
-        raise ConfigError(f"{where}: graph_safe is not possible: {needs.graph_safe_reason}. Set graph_safe=False.")
-    on_overflow = None if config.graph_safe_options is None else config.graph_safe_options.on_overflow
-    if on_overflow is not None and needs.drop_order is None:
-        raise ConfigError(f"{where}: its library cannot drop rows. Write graph_safe=True, without options.")
-    fitting = "drop" if needs.drop_order == "weight" else "drop_by_position"
-    if on_overflow not in (None, "raise", fitting):
-        raise ConfigError(
-            f'{where}: it drops rows by {needs.drop_order}. Use "{fitting}" or "raise" for graph_safe.on_overflow.'
-        )
+    if config.graph_safe_options is not None:
+        if needs.graph_safe is None:
+            raise ConfigError(f"{where}: graph_safe is not possible: {needs.graph_safe_reason}. Set graph_safe=False.")
+        config.graph_safe_options.check_backend(where, needs.graph_safe)
     try:
         check_max_rows(where, config.max_rows_per_dispatch or 0, needs)
     except InputError as error:

@@ -62,16 +62,16 @@ class QuantisedOptions(WireOptions):
     def check_backend(self, where: str, needs: Constraints) -> None:
         for broken, rule in (
             (
-                self.gradients and needs.quantised_gradients == "no",
+                self.gradients and needs.wire.gradients == "no",
                 "it cannot send gradients in 8 bits. Leave wire.gradients out.",
             ),
             (
-                not self.gradients and needs.quantised_gradients == "must",
+                not self.gradients and needs.wire.gradients == "must",
                 "its routes keep the dtype of the rows, so gradients of combine must have it too. Set "
                 f'wire={{"dtype": "{self.dtype}", "gradients": True}}.',
             ),
             (
-                self.delivers_quantised and not needs.delivers_quantised,
+                self.delivers_quantised and not needs.wire.delivers,
                 "it cannot deliver quantised rows. Leave wire.deliver out, or use another backend.",
             ),
         ):

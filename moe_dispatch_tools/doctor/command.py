@@ -10,7 +10,9 @@ import torch
 from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.backends import BackendOptions, Constraints, known_backends, load_backend
 from moe_dispatch.backends.base import listed_sizes
+from moe_dispatch.backends.capacity import GraphSafeSupport
 from moe_dispatch.backends.registry import probe_backend
+from moe_dispatch.backends.wire import WireSupport
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError, MoEDispatchError
@@ -35,7 +37,7 @@ _PHRASES = {
     "group_sizes": "runs on groups of these sizes: {}",
     "local_experts_multiple": "needs a multiple of {} experts on a rank",
     "max_local_experts": "takes at most {} experts of a rank",
-    "wire_dtypes": "supports wire {}",
+    "wire": "supports wire {}",
     "graph_safe": "supports graph-safe mode",
     "compilable": "supports torch.compile",
     "differentiable": "computes no gradients",
@@ -152,6 +154,10 @@ def _restrictions(needs: Constraints) -> Finding:
         value = getattr(needs, field.name)
         if value == getattr(anything, field.name) or field.name in ("graph_safe_reason", "group_sizes_hint"):
             continue
+        if isinstance(value, WireSupport):
+            value = value.dtypes
+        if isinstance(value, GraphSafeSupport):
+            value = True
         if isinstance(value, frozenset):
             numbers = all(isinstance(item, int) for item in value)
             names = sorted(str(item).removeprefix("torch.") for item in value)

@@ -189,7 +189,7 @@ def test_right_backend_of_another_package_conforms(command: Command) -> None:
     answer = command("check", "moe_dispatch_ring:RingOptions", "--ep", "1,2")
     assert answer.status == 0
     assert "excused by graph_safe False, on 1, 2 ranks: 1 scenario\n" in answer.out
-    assert "excused by wire_dtypes none, on 1, 2 ranks: 1 scenario\n" in answer.out
+    assert "excused by wire.dtypes none, on 1, 2 ranks: 1 scenario\n" in answer.out
     assert answer.out.endswith("ok     backend ring conforms: 10 cases passed, 0 failed, on 1, 2 ranks\n")
     assert "ring" in known_backends()
 

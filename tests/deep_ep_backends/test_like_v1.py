@@ -96,7 +96,7 @@ def test_float8_of_mi300_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gfx950:sramecc+:xnack-", {"bfloat16", "float8_e4m3fn", "mxfp8"}),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda arch=arch: SimpleNamespace(gcnArchName=arch))
-        assert DeepEPOptions().constraints(shape()).wire_dtypes == wire_dtypes
+        assert DeepEPOptions().constraints(shape()).wire.dtypes == wire_dtypes
 
 
 def test_another_accelerator_is_not_refused_because_it_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from moe_dispatch.backends import (
     registry,
 )
 from moe_dispatch.backends.local import LocalOptions
+from moe_dispatch.backends.wire import ALL_WIRES, WireSupport
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError, PeerError, StateError
 from moe_dispatch_testing.ranks import thread_group
 from tests.dispatchers.layer import (
@@ -130,7 +131,7 @@ def odd_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the backend of this file; what a test sets on its class is taken back."""
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
     register_backend(Odd)
-    monkeypatch.setattr(Odd, "needs", {"graph_safe": False})
+    monkeypatch.setattr(Odd, "needs", {"graph_safe": None})
     monkeypatch.setattr(Odd, "fails_in", "")
 
 
@@ -237,7 +238,7 @@ def test_control_group_of_other_ranks() -> None:
 
 def test_unfit_dtype_and_device_of_a_backend_are_refused() -> None:
     only = {"dtypes": frozenset({torch.bfloat16}), "devices": frozenset({"cuda"})}
-    Odd.needs = {**only, "wire_dtypes": frozenset()}
+    Odd.needs = {**only, "wire": WireSupport()}
     with pytest.raises(ConfigError, match="device must be one of cuda, got 'cpu'"):
         build_dispatcher(small_config("odd", device="cpu"))
     dispatcher = build_dispatcher(small_config("odd", pad_multiple=3))
@@ -268,13 +269,13 @@ def test_a_backend_without_a_backward_is_for_inference() -> None:
 @pytest.mark.parametrize(
     ("needs", "option", "told"),
     [
-        ({"delivers_quantised": False}, "deliver", "it cannot deliver quantised rows. Leave wire.deliver out"),
-        ({"quantised_gradients": "no"}, "gradients", "it cannot send gradients in 8 bits. Leave wire.gradients out"),
+        ({"delivers": False}, "deliver", "it cannot deliver quantised rows. Leave wire.deliver out"),
+        ({"gradients": "no"}, "gradients", "it cannot send gradients in 8 bits. Leave wire.gradients out"),
     ],
 )
 def test_a_backend_that_only_widens_is_refused(needs: dict[str, Any], option: str, told: str) -> None:
     """No backend of this package takes a quantised wire without the rest; one of another package may."""
-    Odd.needs = needs
+    Odd.needs = {"wire": WireSupport(**{"dtypes": ALL_WIRES, "gradients": "can", "delivers": True, **needs})}
     sizes: dict[str, Any] = {"hidden_size": 32, "pad_multiple": 32}
     wire = {"dtype": "mxfp8", "gradients": True, "deliver": "quantised"}
     config = small_config("odd", wire=wire, **sizes)

@@ -14,9 +14,9 @@ from pydantic import Field, model_validator
 
 from moe_dispatch.backends.alltoall.backend import AllToAll
 from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, Constraints, MoEShape, grouped_bytes
-from moe_dispatch.backends.capacity import CapacityFactor, Factor, capacity_of
+from moe_dispatch.backends.capacity import CapacityFactor, Factor, GraphSafeSupport, capacity_of
 from moe_dispatch.backends.volume import SentBytes, Volume
-from moe_dispatch.backends.wire import back_wire, dispatch_format, packet_format, row_format
+from moe_dispatch.backends.wire import ALL_WIRES, WireSupport, back_wire, dispatch_format, packet_format, row_format
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.types import Capacity, Sizes
@@ -72,13 +72,9 @@ class AllToAllOptions(BackendOptions):
         return Constraints(
             exchanges_counts=not shape.graph_safe,
             min_rows=int(shape.graph_safe),
-            wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"}),
-            any_wire=True,
-            quantised_gradients="can",
-            delivers_quantised=True,
-            graph_safe=self.reduction == "fast" and self.levels == 1,
+            wire=WireSupport(dtypes=ALL_WIRES, other_formats=True, gradients="can", delivers=True),
+            graph_safe=GraphSafeSupport(drop_order="weight") if self.reduction == "fast" and self.levels == 1 else None,
             graph_safe_reason=reason,
-            drop_order="weight",
             compilable=True,
         )
 

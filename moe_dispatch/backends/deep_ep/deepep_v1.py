@@ -15,10 +15,11 @@ from torch import Tensor
 
 from moe_dispatch._probing import Rejected
 from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape
+from moe_dispatch.backends.capacity import GraphSafeSupport
 from moe_dispatch.backends.deep_ep.buffers import Handle, unfilled
 from moe_dispatch.backends.deep_ep.library import PACKAGE, ROCM, UCCL, Library, parameters
 from moe_dispatch.backends.deep_ep.rank_rows import DeepEP, Payload, RankMajorRows
-from moe_dispatch.backends.wire import WireDtype
+from moe_dispatch.backends.wire import WireDtype, WireSupport
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.types import Sizes
 
@@ -75,10 +76,8 @@ def constraints(library: Library | Rejected, shape: MoEShape, ranks_per_node: in
         max_top_k=32,
         group_sizes=_IN_NODE | {_RANKS_PER_NODE * nodes for nodes in _NODES[name]},
         max_local_experts=128,
-        wire_dtypes=_wire_dtypes(is_emulated),
-        quantised_gradients="can",
-        delivers_quantised=True,
-        graph_safe=shape.ep_size <= _RANKS_PER_NODE,
+        wire=WireSupport(dtypes=_wire_dtypes(is_emulated), gradients="can", delivers=True),
+        graph_safe=GraphSafeSupport() if shape.ep_size <= _RANKS_PER_NODE else None,
         graph_safe_reason=(
             f"v1 avoids host syncs only within a node, that is with up to {_RANKS_PER_NODE} ranks, got "
             f"{shape.ep_size}; v2 avoids them across nodes too"

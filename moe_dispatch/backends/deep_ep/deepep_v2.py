@@ -21,11 +21,12 @@ from torch import Tensor
 from moe_dispatch._interceptors import of_thread
 from moe_dispatch._probing import loaded_nccl
 from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoEShape
-from moe_dispatch.backends.capacity import worst_rows
+from moe_dispatch.backends.capacity import GraphSafeSupport, worst_rows
 from moe_dispatch.backends.deep_ep.buffers import Handle, environment_switch, unfilled
 from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
 from moe_dispatch.backends.deep_ep.library import Library, lacking_nvcc, warn_once
 from moe_dispatch.backends.deep_ep.rank_rows import DeepEP, Payload, RankMajorRows
+from moe_dispatch.backends.wire import ALL_WIRES, WireSupport
 from moe_dispatch.errors import ConfigError, InputError
 from moe_dispatch.permutation.index import round_up, running_total
 
@@ -94,12 +95,10 @@ def constraints(device: str, variant: str, shape: MoEShape, ranks_per_node: int,
         group_sizes=frozenset(range(1, _MOST_RANKS + 1)),
         max_local_experts=min(_MOST_LOCAL_EXPERTS[variant], _MOST_EXPERTS // shape.ep_size),
         pads_experts=expand,
-        wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"}),
         # Gradients are sent with the handle of the dispatch. Across nodes, rows of another dtype need not be laid out
         # as those of the dispatch.
-        quantised_gradients="can" if within_node else "must",
-        delivers_quantised=True,
-        graph_safe=not sorts_by_masks,
+        wire=WireSupport(dtypes=ALL_WIRES, gradients="can" if within_node else "must", delivers=True),
+        graph_safe=None if sorts_by_masks else GraphSafeSupport(),
         graph_safe_reason=(
             f"the library reads the device while it sorts {'expanded rows' if expand else 'rows across nodes'}; the "
             "option deterministic=False turns this sort off"

@@ -14,7 +14,9 @@ from typing import Any, final
 import torch
 
 from moe_dispatch.backends.base import Constraints, MoEShape
+from moe_dispatch.backends.capacity import GraphSafeSupport
 from moe_dispatch.backends.deep_ep.library import parameters
+from moe_dispatch.backends.wire import ALL_WIRES, WireSupport
 from moe_dispatch.errors import ConfigError
 
 # A kernel processes rows in chunks. These environment variables set the rows per chunk of the dispatch kernel and of
@@ -136,14 +138,12 @@ def constraints(found: Rules, device: str, shape: MoEShape, domain: int, *, fuse
         local_experts_multiple=4 // gcd(4, domain),
         idle_ranks=found.fuses,
         pads_experts=True,
-        wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"}),
-        quantised_gradients="must",  # a handle keeps the dtype of its dispatch
-        delivers_quantised=True,
-        graph_safe=found.fuses,
+        # A handle keeps the dtype of its dispatch, so gradients must have it too.
+        wire=WireSupport(dtypes=ALL_WIRES, gradients="must", delivers=True),
+        graph_safe=GraphSafeSupport(drop_order=None if fuse_permute else "position") if found.fuses else None,
         graph_safe_reason=(
             "the installed version reads its counts on the host; versions of 2026-04 (34152ae) or later need not"
         ),
-        drop_order=None if fuse_permute else "position",
     )
 
 

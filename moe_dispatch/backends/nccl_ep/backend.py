@@ -22,10 +22,11 @@ from torch import Tensor
 
 from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.backends.base import Arrived, Backend, BackendContext, BackendOptions, Constraints, MoEShape, Route
-from moe_dispatch.backends.capacity import worst_rows
+from moe_dispatch.backends.capacity import GraphSafeSupport, worst_rows
 from moe_dispatch.backends.nccl_ep import library
 from moe_dispatch.backends.nccl_ep.exchange import Exchange
 from moe_dispatch.backends.volume import SentBytes, Volume
+from moe_dispatch.backends.wire import WireSupport
 from moe_dispatch.communication import read_host
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.permutation import accumulation_dtype
@@ -76,9 +77,8 @@ class NcclEPOptions(BackendOptions):
             max_local_experts=_MOST_LOCAL_EXPERTS,
             pads_experts=True,
             counts_with_sizes=True,
-            wire_dtypes=frozenset({"bfloat16"}),
-            graph_safe=True,
-            drop_order="position",
+            wire=WireSupport(dtypes=frozenset({"bfloat16"})),
+            graph_safe=GraphSafeSupport(drop_order="position"),
         )
 
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:

@@ -46,5 +46,5 @@ def test_only_one_rank_and_8_bit_rows_are_excused() -> None:
     found = list(excuses("nccl_ep"))
     assert {one.reason for one in found if one.ep_size == 1} == {"group_sizes 2 to 64"}
     others = {one for one in found if one.ep_size > 1}
-    assert {one.reason for one in others} == {"wire_dtypes bfloat16"}
+    assert {one.reason for one in others} == {"wire.dtypes bfloat16"}
     assert all(re.search("float8|mxfp8", one.scenario) for one in others)
