@@ -6,9 +6,10 @@ import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, final
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
+if TYPE_CHECKING:
     from moe_dispatch.dispatchers.dispatcher import Dispatcher
     from moe_dispatch.layouts import Layout
     from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
@@ -22,6 +23,11 @@ class Interceptor(ABC):
         self, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
     ) -> Dispatched | InFlight:
         """Do what ``Dispatcher.dispatch`` says."""
+
+    @property
+    def grad_mode(self) -> bool | str:
+        """The grad mode of the dispatches, as in ``facts_of``, for calls that agree on it before they dispatch."""
+        return torch.is_grad_enabled()
 
 
 @final

@@ -86,7 +86,8 @@ class SlotWeights:
 
         Raises:
             InputError: The tensors do not fit the config or each other. In eager mode also if they differ between
-                ranks in sizes, dtype or ``requires_grad``, on every rank.
+                ranks in sizes, dtype or ``requires_grad``, on every rank. In graph-safe mode ranks that differ are not
+                told: they exchange messages of different sizes.
             PeerError: In eager mode, another rank refused its parameters.
             StateError: The call is being compiled, the dispatcher is closed, or ``sent`` is of another dispatcher.
 

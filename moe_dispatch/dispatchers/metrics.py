@@ -249,9 +249,14 @@ class Meter:
 
     def reports(self) -> dict[str, int]:
         """Return the count of each problem that was reported and is not 0. A host sync on a GPU."""
-        counts = Counter[str]()
-        for (problem, _), count in self._reports.items():
-            counts[problem] += self.read(count)
+        counts, of_device = Counter[str](), dict[torch.device, list[tuple[str, Tensor]]]()
+        for (problem, device), count in self._reports.items():
+            of_device.setdefault(device, []).append((problem, count))
+        for device, found in of_device.items():
+            with self.turn(device):
+                values = torch.stack([count for _, count in found]).tolist()
+            for (problem, _), value in zip(found, values, strict=True):
+                counts[problem] += value
         return {problem: count for problem, count in counts.items() if count}
 
     def forget_reports(self) -> None:

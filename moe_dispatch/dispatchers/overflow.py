@@ -107,7 +107,7 @@ def _invalid_ids(verb: str, channel: Channel, needed: RequiredCapacity) -> Input
 
 
 def _reported(verb: str, channel: Channel, reported: bool) -> InputError | None:
-    """Return the error for the first problem that was reported, and reset all; None if no rank has one.
+    """Return the error for all problems that were reported, and reset them; None if no rank has one.
 
     It is the same on every rank. Collective if there is one.
     """
@@ -115,10 +115,12 @@ def _reported(verb: str, channel: Channel, reported: bool) -> InputError | None:
         return None
     everyone = channel.control.gather_json(channel.meter.reports(), label="capacity")
     channel.meter.forget_reports()
-    problem = next(problem for of_rank in everyone for problem in of_rank)
-    counts = {rank: of_rank[problem] for rank, of_rank in enumerate(everyone) if problem in of_rank}
-    counted = ", ".join(f"{count} on {ranks}" for count, ranks in ranks_by_value(counts).items())
-    return InputError(f"Dispatcher.{verb}: {problem} Counted {counted}.")
+    told = []
+    for problem in dict.fromkeys(problem for of_rank in everyone for problem in of_rank):
+        counts = {rank: of_rank[problem] for rank, of_rank in enumerate(everyone) if problem in of_rank}
+        counted = ", ".join(f"{count} on {ranks}" for count, ranks in ranks_by_value(counts).items())
+        told.append(f"Dispatcher.{verb}: {problem} Counted {counted}.")
+    return InputError("\n".join(told))
 
 
 def grow(channel: Channel, headroom: float) -> RequiredCapacity:

@@ -98,6 +98,9 @@ def use_moe_dispatch(
             **options,
         )
         _check_layer(name, layer, configs[name])
+    for layer in layers.values():  # of an earlier call, whose backend may allow no second one
+        if isinstance(before := vars(layer).get(_ROUTE), functools.partial):
+            before.args[1].close()
     dispatchers = {name: build_dispatcher(configs[name], layer.ep_group, name=name) for name, layer in layers.items()}
     for name, layer in layers.items():
         setattr(layer, _ROUTE, functools.partial(_route, layer, dispatchers[name]))

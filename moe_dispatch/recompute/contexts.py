@@ -24,7 +24,7 @@ from moe_dispatch.dispatchers.channel import Lease
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.recompute.routes import Kept, dispatch_anew, dispatch_on, refuse
+from moe_dispatch.recompute.routes import Kept, dispatch_anew, dispatch_on, kept_grad_mode, refuse
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
 Parameters = ParamSpec("Parameters")
@@ -173,13 +173,17 @@ class Recording(_Way):
         self.log.kept.setdefault(lease, []).append(kept)
         return sent
 
+    @property
+    def grad_mode(self) -> bool | str:
+        return kept_grad_mode() if self.outer is None else self.outer.grad_mode
+
     def latest(self, lease: Lease) -> Kept | None:
         return self.log.kept[lease][-1]
 
     def ids(self, topk_ids: Tensor) -> Tensor:
         if isinstance(self.outer, _Way):
             topk_ids = self.outer.ids(topk_ids)
-        self.log.ids.append(topk_ids)
+        self.log.ids.append(topk_ids.clone())  # the caller may change them in place
         return topk_ids
 
 
@@ -212,7 +216,7 @@ class Repeating(_Way):
         number, self.next_ids = self.next_ids, self.next_ids + 1
         if number >= len(self.log.ids) or self.log.ids[number].shape != topk_ids.shape:
             return topk_ids  # the dispatch that follows finds out
-        return self.log.ids[number]
+        return self.log.ids[number].clone()
 
 
 @contextmanager

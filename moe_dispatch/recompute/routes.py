@@ -48,12 +48,17 @@ class Kept:
     sent: Dispatched | None = None
 
 
+def kept_grad_mode() -> str:
+    """Return what ranks must have in common with this one, whose recomputations take the routes of their forwards."""
+    return f"{'enabled' if torch.is_grad_enabled() else 'disabled'}, and a recomputation takes the same route"
+
+
 def dispatch_anew(
     dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
 ) -> tuple[Kept, Dispatched | InFlight]:
     """Make a dispatch, and keep its route."""
     recorded = torch.is_grad_enabled()
-    of_thread.grad_mode = f"{'enabled' if recorded else 'disabled'}, and a recomputation takes the same route"
+    of_thread.grad_mode = kept_grad_mode()
     try:
         arriving = dispatcher.dispatch(x, routing, plan, async_op=async_op)
     finally:
@@ -67,16 +72,14 @@ def dispatch_anew(
     )
 
     def arrived(sent: Dispatched) -> Dispatched:
-        # New tensors, because these are part of the autograd graph, and rows must not be kept.
-        nothing, weights = sent.in_graph.new_empty((0, 0)), sent.weights.detach()
-        if weights.untyped_storage().nbytes() > weights.nbytes:  # it may be part of a buffer with rows
-            weights = weights.clone()
+        # New tensors, because the caller may change these in place, they are part of the autograd graph or of a buffer
+        # with rows, and rows must not be kept.
         kept.sent = Dispatched(
-            rows=nothing,
-            tokens_per_expert=sent.tokens_per_expert,
-            real_tokens_per_expert=sent.real_tokens_per_expert,
+            rows=sent.in_graph.new_empty((0, 0)),
+            tokens_per_expert=sent.tokens_per_expert.clone(),
+            real_tokens_per_expert=sent.real_tokens_per_expert.clone(),
             host_counts=sent.host_counts,
-            weights=weights,
+            weights=sent.weights.detach().clone(),
             pad_multiple=sent.pad_multiple,
             placement=sent.placement,
             state=sent.state,
@@ -192,9 +195,16 @@ def _attach(
     x_TD: Tensor,
     weights_TK: Tensor,
 ) -> Dispatched:
-    received = rows if isinstance(rows, Tensor) else rows.stand_in(x_TD.dtype), sent.weights.detach()
+    received = rows if isinstance(rows, Tensor) else rows.stand_in(x_TD.dtype), sent.weights.clone()
     in_graph, weights = autograd.Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
-    attached = dataclasses.replace(sent, rows=in_graph, weights=weights, state=state)
+    attached = dataclasses.replace(
+        sent,
+        rows=in_graph,
+        weights=weights,
+        tokens_per_expert=sent.tokens_per_expert.clone(),
+        real_tokens_per_expert=sent.real_tokens_per_expert.clone(),
+        state=state,
+    )
     return attached if isinstance(rows, Tensor) else rows.added_to(attached, channel.shape.wire_dtype)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from moe_dispatch._interceptors import of_thread
 from moe_dispatch._tracing import refuse_traced
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import facts_of, settle, tell_peers
@@ -174,7 +175,8 @@ def _settle(
             tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=has_sizes)
             raise
         if not has_sizes:  # the dispatches of the chunks have sizes, so what must be equal is compared here
-            facts = facts_of(x_TD.dtype, torch.is_grad_enabled())
+            taken = of_thread.interceptor
+            facts = facts_of(x_TD.dtype, torch.is_grad_enabled() if taken is None else taken.grad_mode)
             whole = settle(channel, whole, facts=facts, lease=dispatcher._lease)
         return x_TD, whole, real_rows, valid_T
     except Exception as error:

@@ -320,7 +320,22 @@ def with_a_plan(layer: Layer, x: Tensor, how: str) -> None:
     called(how, function, x).square().sum().backward()
 
 
-ORDERS = [nested, mixed, thrice, twice_backward, without_early_stop, asynchronous, again, with_a_plan]
+def in_place(layer: Layer, x: Tensor, how: str) -> None:
+    """The function changes what a dispatch gave it. The forward and each recomputation do so once."""
+
+    def function(x: Tensor) -> Tensor:
+        sent = layer.dispatcher.dispatch(x, layer.route(x))
+        sent.weights.mul_(2)
+        rows = sent.grouped_mm(sent.grouped_mm(sent.rows, layer.first), layer.second)
+        sent.real_tokens_per_expert.mul_(0)
+        return layer.dispatcher.combine(rows, sent)
+
+    loss = called(how, function, x).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+ORDERS = [nested, mixed, thrice, twice_backward, without_early_stop, asynchronous, again, with_a_plan, in_place]
 
 
 @pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
@@ -336,7 +351,7 @@ def test_orders(order: Any, fields: dict[str, Any]) -> None:
 
     wanted = on_ranks(partial(body, how="plain"), 2)
     assert len(wanted[0]) >= 3
-    for how in ("kept",) if order in (nested, mixed, twice_backward) else ("kept", "reentrant"):
+    for how in ("kept",) if order in (nested, mixed, twice_backward, in_place) else ("kept", "reentrant"):
         assert_equal(on_ranks(partial(body, how=how), 2), wanted)
 
 
@@ -647,3 +662,16 @@ def test_ranks_that_differ() -> None:
         for other in ("plain", "anew"):
             raised = outcomes(partial(body, other=other, backend=backend), 2)
             raises_everywhere(raised, Exception, "grad mode", "and a recomputation takes the same route")
+
+
+def test_ranks_that_differ_in_chunks() -> None:
+    """On ``allgather`` the chunks have sizes, so what must be equal is compared where the sizes are agreed on."""
+
+    def body(group: Group) -> None:
+        layer = Layer(layer_config("allgather", chunks=4), group)
+        found = caught(in_chunks, layer, tokens(group), "kept" if group.rank() == 0 else "anew")
+        layer.dispatcher.close()
+        assert isinstance(found, Exception)
+        raise found
+
+    raises_everywhere(outcomes(body, 2), Exception, "grad mode", "and a recomputation takes the same route")

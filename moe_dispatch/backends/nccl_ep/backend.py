@@ -27,7 +27,7 @@ from moe_dispatch.backends.nccl_ep import library
 from moe_dispatch.backends.nccl_ep.exchange import Exchange
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import WireSupport
-from moe_dispatch.communication import read_host
+from moe_dispatch.communication import raise_alike, read_host
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.permutation.index import round_up, running_total
@@ -39,7 +39,7 @@ _ROWS_MULTIPLE = 64  # as Megatron rounds the bound of the rows of a rank
 _MOST_RANKS = 64  # by the release notes of NCCL EP
 _MOST_LOCAL_EXPERTS = 256  # its kernels assert it
 # The open backend that made the group of a library. The library has one group for a process.
-_holders: weakref.WeakKeyDictionary[Any, weakref.ref[NcclEP]] = weakref.WeakKeyDictionary()
+_holders: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[NcclEP], list[bool]]] = weakref.WeakKeyDictionary()
 
 
 @final
@@ -94,9 +94,20 @@ class NcclEPOptions(BackendOptions):
     def open(self, context: BackendContext) -> Backend:
         found = library.find_library()
         assert isinstance(found, library.EPLibrary)
-        if found.device == "cuda":
-            _check_group(context.communicator.group)
-        backend = NcclEP(found, context, self.num_sms)
+        backend, problem = None, None
+        try:
+            if found.device == "cuda":
+                _check_group(context.communicator.group)
+            backend = NcclEP(found, context, self.num_sms)
+        except ConfigError as error:  # what is in the way may be on this rank only
+            problem = error
+        try:
+            raise_alike(context.communicator, problem, label="group")
+        except Exception:
+            if backend is not None:  # the error keeps it alive
+                del _holders[found.ep]
+            raise
+        assert backend is not None
         if context.communicator.rank == 0:
             told = found.version, context.communicator.size
             logger.info("backend 'nccl_ep': transformer-engine %s, %d ranks.", *told)
@@ -117,12 +128,13 @@ class NcclEP(Backend):
     were needed with padding. So after a drop the demand is the smallest that is possible, and one ``grow`` is enough.
 
     A slot with the id -1 goes nowhere. The header of the library promises nothing about such ids; all of its kernels
-    that read ids skip those below 0. In eager mode ``dispatch`` compares the rows that arrived with those that the
-    ranks have counted, which finds a version that does otherwise.
+    that read ids skip those below 0. An eager dispatch that agrees on sizes, without a plan, compares the rows that
+    arrived with those that the ranks have counted, and raises on this rank if a version does otherwise.
 
     Cost: a host sync per eager dispatch, in the library, and another if sizes come without the ranks' counts; none in
-    combine or a backward. ``send`` (``again=``) exchanges the ids again, and in eager mode has the library's host sync.
-    In graph-safe mode there is none at all.
+    combine. ``send`` (``again=``) exchanges the ids again, and in eager mode has the library's host sync. A backward
+    has none, unless the group was made anew since its dispatch: then the dispatch is repeated. In graph-safe mode there
+    is none at all.
     """
 
     collective_close = True
@@ -131,6 +143,7 @@ class NcclEP(Backend):
         super().__init__(context)
         self.ep, self._num_sms = found.ep, num_sms
         self._rows, self._capacity = 0, None if not context.shape.graph_safe else 0
+        self._made_group = [False]  # a list, because it outlives the backend
         self.group_number = 0
         self.is_open = True
         with torch.inference_mode(False):
@@ -143,24 +156,28 @@ class NcclEP(Backend):
         Raises:
             ConfigError: Another dispatcher, or another user of the library, has made a group.
         """
-        reference = _holders.get(self.ep)
+        reference, made_group = _holders.get(self.ep) or (None, [False])
         holder = None if reference is None else reference()
         if holder is not None:
             same = holder.context.communicator.group is self.context.communicator.group
             what = "other settings" if same else "another group"
             raise ConfigError(
                 "Backend 'nccl_ep': NCCL EP has one group and one set of sizes in a process, and a dispatcher with "
-                f"{what} has it. Close that one before you drop it, give both the same config and group, or use "
-                "another backend for one of them."
+                f"{what} has it. Close that one before you drop it, because a dropped one keeps it; give both the same "
+                "config and group, or use another backend for one of them."
             )
-        if self.ep.is_ep_bootstrapped():
-            if reference is None:
-                raise ConfigError(
-                    "Backend 'nccl_ep': another user of transformer_engine.pytorch.ep has bootstrapped NCCL EP in this "
-                    "process. Call ep_finalize() on every rank before, or use another backend."
-                )
+        if made_group[0]:
             self.ep.ep_finalize()  # the backend that made it is gone, because building it failed on another rank
-        _holders[self.ep] = weakref.ref(self)
+            made_group[0] = False
+        self._refuse_foreign_group()
+        _holders[self.ep] = weakref.ref(self), self._made_group
+
+    def _refuse_foreign_group(self) -> None:
+        if not self._made_group[0] and self.ep.is_ep_bootstrapped():
+            raise ConfigError(
+                "Backend 'nccl_ep': another user of transformer_engine.pytorch.ep has bootstrapped NCCL EP in this "
+                "process. Call ep_finalize() on every rank before, or use another backend."
+            )
 
     def reserve(self, sizes: Sizes) -> None:
         """Make the library's group anew if it is too small for these sizes. Collective if it does."""
@@ -177,7 +194,8 @@ class NcclEP(Backend):
                     f"{rows}, got {capacity}. Raise graph_safe.capacity_factor to "
                     f"{math.ceil(1000 / shape.top_k) / 1000} or more."
                 )
-        if self.ep.is_ep_bootstrapped():
+        self._refuse_foreign_group()
+        if self._made_group[0]:
             logger.info("backend 'nccl_ep': the group for %d rows per rank is made anew, for %d.", self._rows, bound)
             self._finalize()
         self.ep.ep_bootstrap(
@@ -191,7 +209,7 @@ class NcclEP(Backend):
             # It costs a pass over the buffer in each dispatch, so not where nothing can overflow.
             drop_on_overflow=sizes.capacity is not None and sizes.capacity.rows < worst_rows(shape),
         )
-        self._rows, self._capacity = bound, capacity
+        self._rows, self._capacity, self._made_group[0] = bound, capacity, True
         self.group_number += 1
 
     def _bound(self, rows: int) -> int:
@@ -209,6 +227,7 @@ class NcclEP(Backend):
             torch.cuda.synchronize()
         self.context.communicator.max([0], label="group")
         self.ep.ep_finalize()
+        self._made_group[0] = False
 
     def close(self) -> None:
         """Release the group of the library, which must be gone before the process group is. Collective."""
@@ -216,7 +235,7 @@ class NcclEP(Backend):
             return
         self.is_open, self.group_number = False, self.group_number + 1
         try:
-            if self.ep.is_ep_bootstrapped():
+            if self._made_group[0]:
                 self._finalize()
         finally:
             del _holders[self.ep]

@@ -73,9 +73,9 @@ def find_library() -> EPLibrary | Rejected:
     try:
         import_whole(f"{PACKAGE}.pytorch", PACKAGE)
         ep = import_whole(f"{PACKAGE}.pytorch.ep", PACKAGE) if find_spec(f"{PACKAGE}.pytorch.ep") else None
+        version, built = str(sys.modules[PACKAGE].__version__), sys.modules[f"{PACKAGE}_torch"]
     except (Exception, SystemExit) as error:  # it loads libraries of CUDA, which may raise anything
         return Rejected(f"importing {PACKAGE!r} raised {type(error).__name__}: {str(error).strip() or 'no text'}")
-    version, built = str(sys.modules[PACKAGE].__version__), sys.modules[f"{PACKAGE}_torch"]
     reason = unusable(version, built, ep, loaded_nccl())
     return Rejected(reason) if reason else EPLibrary(ep=ep, version=version)
 

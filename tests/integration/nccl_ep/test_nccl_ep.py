@@ -286,6 +286,21 @@ def test_a_second_group_of_one_rank_is_refused_on_all_ranks_of_the_group(library
     run_ranks(body, 2)
 
 
+def test_the_group_of_another_user_is_left_alone(library: Callable[[], Any]) -> None:
+    """It was made between the build of a dispatcher and its first dispatch."""
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config(), group)
+        library().__dict__["_BOOTSTRAPPED"] = True
+        with pytest.raises(ConfigError, match=r"another user of .* has bootstrapped NCCL EP in this process"):
+            dispatcher.dispatch(*batch(group.rank(), 8))
+        dispatcher.close()
+        assert library().is_ep_bootstrapped()
+        library().__dict__["_BOOTSTRAPPED"] = False
+
+    run_ranks(body, 2)
+
+
 @pytest.mark.parametrize(
     ("fields", "size", "match"),
     [

@@ -47,4 +47,4 @@ def test_only_one_rank_and_8_bit_rows_are_excused() -> None:
     assert {one.reason for one in found if one.ep_size == 1} == {"group_sizes 2 to 64"}
     others = {one for one in found if one.ep_size > 1}
     assert {one.reason for one in others} == {"wire.dtypes bfloat16"}
-    assert all(re.search("float8|mxfp8", one.scenario) for one in others)
+    assert all(re.search("float8|mxfp8|quantised", one.scenario) for one in others)
