@@ -66,7 +66,8 @@ class ManualOptions(BalanceOptions):
 class PlannerOptions(BalanceOptions):
     """The options of a planner that plans each dispatch on the host. Calling them runs the planner.
 
-    A planner with options of its own derives a class: it adds fields, and overrides ``__call__``. Its entry point in
+    A planner with options of its own derives a class: it adds fields, and overrides ``__call__``. If it has rules, its
+    ``check`` calls that of this class first, which refuses graph-safe mode. Its entry point in
     the group ``moe_dispatch.planners`` names the class, where a planner without options names a function.
 
     Attributes:
