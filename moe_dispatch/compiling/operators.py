@@ -28,7 +28,7 @@ from moe_dispatch.compiling.registration import operator
 from moe_dispatch.compiling.routes import RouteForm, Tables, load_form
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import tell_peers
-from moe_dispatch.dispatchers.autograd import Call, double_backward, finish, pad, start, trim
+from moe_dispatch.dispatchers.autograd import Request, double_backward, finish, pad, start, trim
 from moe_dispatch.dispatchers.channel import Channel, open_by_name, profiler_range
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.layouts import Rows
@@ -156,7 +156,7 @@ def dispatch(
     form, given = _form_of(link), Numbers(*numbers)
     with torch.no_grad(), profiler_range("dispatch"):
         plan = _checked_plan(link, rows, Routing(ids, weights), real_rows, valid, given.sizes)
-        call = Call(
+        call = Request(
             x_TD=rows,
             ids_TK=ids,
             weights_TK=weights,

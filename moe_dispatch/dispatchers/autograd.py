@@ -80,7 +80,7 @@ def trim(tensor: Tensor, real_rows: Tensor | None, num_rows: int) -> Tensor:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Call:
+class Request:
     """A dispatch as a rank has checked it alone, before it asks other ranks.
 
     Attributes:
@@ -142,7 +142,7 @@ class Departed:
     recomputed: bool
 
 
-def start(channel: Channel, call: Call, *, async_op: bool = False) -> Departed:
+def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departed:
     """Clean the ids, settle the sizes if the plan has none, pad, and start to send.
 
     Slots with an invalid id go nowhere. ``InvalidIds`` says who hears of them, and when.
@@ -211,7 +211,7 @@ def start(channel: Channel, call: Call, *, async_op: bool = False) -> Departed:
     )
 
 
-def _own_ids(channel: Channel, call: Call, mark: int | None) -> tuple[Tensor, Tensor, Tensor, Assigned | None]:
+def _own_ids(channel: Channel, call: Request, mark: int | None) -> tuple[Tensor, Tensor, Tensor, Assigned | None]:
     """Do what a rank can do alone: cut its ids, replace invalid ones, and find their slots if no rank is asked.
 
     If this fails, the peers are told.

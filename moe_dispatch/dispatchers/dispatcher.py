@@ -245,7 +245,7 @@ class Dispatcher(nn.Module):
                 except Exception as error:
                     tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=isinstance(plan, Plan))
                     raise
-                call = autograd.Call(
+                call = autograd.Request(
                     x_TD=x_TD,
                     ids_TK=ids_TK,
                     weights_TK=weights_TK,

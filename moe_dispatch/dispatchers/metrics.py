@@ -29,7 +29,7 @@ class Metrics:
     """Totals since the channel was opened.
 
     Rows and slots count once: activation checkpointing does not count them again when it recomputes a layer.
-    Dispatches, bytes and collectives count again.
+    Dispatches count again, unless the recomputation takes the route of its forward. Bytes and collectives always do.
 
     Replays of a CUDA graph count tokens, expert padding and masked rows, because the device counts them. Replays do not
     count dispatches, rank padding, cut rows, bytes and collectives, because the host counts them.

@@ -1,6 +1,6 @@
 """Keep the routes of a checkpointed call, and take them in its recomputation.
 
-Each checkpointed call has a ``Log``. In its forward, ``Recording`` writes each dispatch into the log; in a
+Each checkpointed call has a ``Log``. In its forward, ``Keeping`` writes each dispatch into the log; in a
 recomputation, ``Repeating`` takes the entries in order. The checkpoint holds the log, so routes live as long as the
 autograd graph that needs them, and any number of forwards may be live.
 """
@@ -56,7 +56,7 @@ def keep_routes(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
     the CPU, or with ``debug``, each recomputed dispatch has a small all-reduce too.
     """
     log = Log()
-    contexts: Contexts = (_Entered(Recording, log), _Entered(Repeating, log))
+    contexts: Contexts = (_Entered(Keeping, log), _Entered(Repeating, log))
     if context_fn is None:
         return contexts
     forward, recomputation = zip(contexts, context_fn(), strict=True)
@@ -85,7 +85,7 @@ def keep_routes_of(function: Callable[Parameters, Result]) -> Callable[Parameter
             with _Entered(Repeating, logs[0]):
                 return function(*args, **kwargs)
         log = Log()
-        with _Entered(Recording, log):
+        with _Entered(Keeping, log):
             result = function(*args, **kwargs)
         logs.append(log)
         return result
@@ -153,7 +153,7 @@ class _Way(Interceptor):
 
 
 @final
-class Recording(_Way):
+class Keeping(_Way):
     """The forward of a checkpointed call."""
 
     def dispatch(
@@ -251,7 +251,7 @@ def _is_of_policy(mode: object) -> bool:
 class _Entered(AbstractContextManager[None]):
     """A context that may be entered several times, one after the other, with a new way each time."""
 
-    def __init__(self, way: type[Recording | Repeating], log: Log) -> None:
+    def __init__(self, way: type[Keeping | Repeating], log: Log) -> None:
         self._way, self._log = way, log
 
     def __enter__(self) -> None:

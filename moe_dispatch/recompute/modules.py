@@ -30,13 +30,22 @@ def keep_routes_in(model: nn.Module) -> None:
             checkpoint = module.__dict__.get(name)
             if checkpoint is not None:
                 found = True
-                if not isinstance(checkpoint, KeepingCheckpoint):
+                if not _keeps(checkpoint):
                     setattr(module, name, KeepingCheckpoint(checkpoint))
     if not found:
         raise ConfigError(
             f"keep_routes_in: a module of the model must be checkpointed, got none in {type(model).__name__}. Apply "
             "activation checkpointing first, or pass context_fn=keep_routes to your own checkpoint."
         )
+
+
+def _keeps(checkpoint: Any) -> bool:
+    """Return whether a checkpointing function keeps routes, or one that it wraps."""
+    while checkpoint is not None:
+        if isinstance(checkpoint, KeepingCheckpoint):
+            return True
+        checkpoint = getattr(checkpoint, "checkpoint", None)
+    return False
 
 
 @final

@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import (
     CheckpointError,
     CheckpointPolicy,
@@ -506,6 +507,16 @@ def test_a_function_for_one_call() -> None:
 def test_a_model_without_checkpoints() -> None:
     with pytest.raises(ConfigError, match="a module of the model must be checkpointed, got none in Layer"):
         keep_routes_in(Layer(layer_config("local"), None))
+
+
+def test_a_checkpoint_that_keeps_routes_is_not_wrapped_again() -> None:
+    """Also if another wrapper, as that of ``attach``, stands around it."""
+    model: Any = checkpoint_wrapper(nn.Linear(2, 2))
+    keep_routes_in(model)
+    kept = model.checkpoint_fn
+    model.checkpoint_fn = SimpleNamespace(checkpoint=kept)
+    keep_routes_in(model)
+    assert model.checkpoint_fn.checkpoint is kept
 
 
 def fails_in_the_forward(layer: Layer, x: Tensor) -> None:
