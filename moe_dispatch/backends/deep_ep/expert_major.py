@@ -31,8 +31,8 @@ class ExpertMajorRoute(Route):
         collect: Function that brings bfloat16 expert rows (R, D) back, and adds the rows of each token: (T, D). With
             values, float32 (R,), it also brings one value per expert row back to its slot: (T, K), 0 for slots that go
             nowhere. Without values the second result is None.
-        is_real: Function that returns flags of the rows, bool (R,). They are False on padding. Behind the last expert's
-            rows they may be anything.
+        is_real: Function that returns flags of the rows, bool (R,). They are False on padding, and behind the rows of
+            the last expert.
     """
 
     shape: MoEShape

@@ -221,9 +221,11 @@ class HybridEP(LibraryBackend):
         handle = Handle(place=self.place, raw=raw)
         on_host = None if capacity is not None else tuple(read_host(padded_L))
         padded_L = padded_L.to(rows_TD.device, torch.int64, non_blocking=True)
-        is_real_R = (probs_R != 0) | torch.signbit(probs_R)
+        is_real_R, edges = (probs_R != 0) | torch.signbit(probs_R), running_total(padded_L)
         # The real rows of each expert, counted without a host sync.
-        real_L = running_total(is_real_R).index_select(0, running_total(padded_L)).diff()
+        real_L = running_total(is_real_R).index_select(0, edges).diff()
+        if capacity is not None:  # behind the last expert, probabilities are anything
+            is_real_R &= torch.arange(len(is_real_R), device=is_real_R.device) < edges[-1]
         route = ExpertMajorRoute(
             shape=self.context.shape,
             spread=partial(self.send_again, num_grouped=len(is_real_R), handle=handle),
