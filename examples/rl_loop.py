@@ -55,7 +55,7 @@ class Policy(nn.Module):
 
     def forward(self, ids_T: Tensor, layout: THD, plan: Plan) -> Tensor:
         x: Tensor = self.embed(ids_T)
-        if len(x):  # a GRU takes no packed rows, see docs/cases/3-padded-forward.md
+        if len(x):  # a GRU takes no packed rows, see docs/layouts.md
             ends, owned = layout.cu_seqlens, layout.cu_seqlens_padded
             x_BSD = thd_to_bshd(x, ends, cu_seqlens_padded=owned, max_seqlen=layout.max_seqlen)
             x = x + bshd_to_thd(self.mix(x_BSD)[0], ends, cu_seqlens_padded=owned)

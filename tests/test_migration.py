@@ -1,6 +1,6 @@
-"""docs/migration.md is true: both sides of deep_ep run on two ranks, on the emulation.
+"""Calls of DeepEP and those that replace them give the same on two ranks, on the emulation.
 
-``tests/integration/test_migration_pages.py`` runs both sides of megatron-core and torchtitan.
+``tests/integration/test_migration_frameworks.py`` compares those of megatron-core and torchtitan.
 """
 
 from __future__ import annotations
@@ -12,15 +12,10 @@ import torch
 from torch import Tensor
 
 from moe_dispatch_testing.emulation import imported_as_deep_ep
-from tests.migration_pages import Layer, largest_error, run_block
+from tests.migration import Layer, deep_ep, instead_of_deep_ep, largest_error
 from tests.ranks import run_ranks
 
 RANKS = 2
-
-
-def _titled(group: Any, title: str, dtype: torch.dtype) -> dict[str, Any]:
-    layer = Layer(group.rank(), RANKS, hidden=256, dtype=dtype)
-    return run_block(title, {**layer.names(), "ep_group": group})
 
 
 def _expected(rank: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -35,8 +30,9 @@ def test_both_sides_of_deep_ep_on_the_emulation(monkeypatch: pytest.MonkeyPatch)
 
     def body(group: Any) -> list[float]:
         x, ids, weights, expected = _expected(group.rank(), 6 - group.rank(), torch.bfloat16)
-        sides = [_titled(group, f"{side}: deep_ep", torch.bfloat16) for side in ("Before", "After")]
-        return [largest_error(side["moe"](x, ids, weights), expected) for side in sides]
+        layer = Layer(group.rank(), RANKS, hidden=256, dtype=torch.bfloat16)
+        sides = [side(layer, group) for side in (deep_ep, instead_of_deep_ep)]
+        return [largest_error(moe(x, ids, weights), expected) for moe in sides]
 
     with imported_as_deep_ep("v1.2.1"):
         before, after = (max(errors) for errors in zip(*run_ranks(body, RANKS), strict=True))

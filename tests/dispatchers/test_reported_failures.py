@@ -1,4 +1,4 @@
-"""Failures that users of other systems reported and that no other file tests: docs/complaints.md lists all of them."""
+"""Failures that users of other systems reported and no other file tests: `tests/reported_failures.py` lists all."""
 
 from __future__ import annotations
 

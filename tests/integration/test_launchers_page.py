@@ -1,4 +1,4 @@
-"""docs/accelerate-and-ray.md is true: the examples, started by its commands, print what it shows."""
+"""The examples for launchers in docs/training.md, started by its commands, print what it shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.integration
 
 def _printed(file: str) -> tuple[list[str], list[str]]:
     """The lines that the command of an example prints and those that the page shows."""
-    ((command, shown),) = [run for run in commands("accelerate-and-ray.md") if file in run[0]]
+    ((command, shown),) = [run for run in commands("training.md") if file in run[0]]
     ran = run_command(command)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.splitlines(), shown.splitlines()
@@ -54,7 +54,7 @@ def test_accelerate() -> None:
 @pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning, which no extra installs")
 def test_fabric(tmp_path: Path) -> None:
     """The changes of the page, made to the example for Accelerate, leave its losses as they are."""
-    (shown,) = blocks("docs/accelerate-and-ray.md", "diff")
+    (shown,) = blocks("docs/training.md", "diff")
     program = (ROOT / "examples" / "accelerate_ranks.py").read_text(encoding="utf-8")
     for before, after in changes(shown):
         assert program.count(before) == 1, before

@@ -418,14 +418,14 @@ def test_calls_that_go_through_operators(tmp_path: Path, how: str) -> None:
     run(x).sum().backward()
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
+PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
 
 def test_code_of_the_page_runs(tmp_path: Path) -> None:
     torch.manual_seed(0)
     text = PAGE.read_text(encoding="utf-8")
     with contextlib.chdir(tmp_path):
-        namespace = run_page("traces.md")
+        namespace = run_page("cli.md")
     assert namespace["trace"].steps == 3  # the blocks ran to the end
     with safe_open(tmp_path / "out" / "run.safetensors", framework="pt") as file:
         for name in [*file.metadata(), *(key.replace("rank0", "rank{r}") for key in file.keys())]:  # noqa: SIM118

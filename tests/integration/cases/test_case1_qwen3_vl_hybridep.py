@@ -21,7 +21,6 @@ from moe_dispatch.layouts import padded_length, sequence_multiple
 from moe_dispatch_testing import Ranks
 from tests.emulation.hybrid_case import make_sources, open_buffer, returned, sent
 from tests.emulation.tokens import outcome
-from tests.pages import run_page
 
 pytestmark = pytest.mark.integration
 
@@ -125,7 +124,3 @@ def test_the_rule_belongs_to_the_installed_version(release: str, lengths: Any, r
         return plan.sizes.padded_rows
 
     assert on_ranks(body) == [rows] * EP_SIZE
-
-
-def test_the_code_of_the_page_runs() -> None:
-    assert run_page("cases/1-qwen3-vl-hybridep.md")["y"].shape == (4, 144, 512)

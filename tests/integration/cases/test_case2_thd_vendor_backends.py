@@ -22,7 +22,6 @@ from tests.dispatchers.layer import outcomes
 from tests.emulation.hybrid_case import make_sources, open_buffer, sent
 from tests.integration.deep_ep_users.dense import TOLERANCE, gradient, worst_row
 from tests.integration.needs import needs
-from tests.pages import run_page
 from tests.ranks import run_ranks
 from tests.sharded.grid import Grid
 from tests.sharded.model import Sizes, Whole, every_expert, parameters, run_whole
@@ -290,10 +289,3 @@ def test_ranks_stand_where_megatron_puts_them() -> None:
     for etp in (1, 2):
         found = placed("tp-ep", tp=etp, ep=2, dp=GRID.size // (etp * 2), cp=1)
         assert found == PLACEMENTS[f"etp {etp}"]["expert_groups"]
-
-
-def test_code_of_the_page_runs() -> None:
-    namespace = run_page("cases/2-thd-deepep-hybridep.md")
-    assert namespace["mine"].num_rows(None) == 4  # the blocks ran to the end
-    for dispatcher in namespace["layers"]:
-        dispatcher.close()

@@ -22,7 +22,7 @@ from moe_dispatch.integrations.transformers import config_for
 from moe_dispatch.layouts import bshd_to_thd, thd_to_bshd
 from tests.integration.needs import needs
 from tests.integration.transformers.models import EXPERTS, LAYERS, TOP_K, VOCABULARY, build
-from tests.pages import flat, relative, run_page
+from tests.pages import flat, relative
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -174,9 +174,3 @@ def test_a_mean_for_each_micro_batch_does_depend_on_it(wanted: dict[str, Tensor]
     """What the loop has to do itself; and the comparison above would see it."""
     found, _ = gradients("by a budget of 100 tokens, with gaps", mean=True)
     assert relative(flat(found), flat(wanted)) > 0.1
-
-
-def test_the_code_of_the_page_runs() -> None:
-    namespace = run_page("cases/3-padded-forward.md")
-    assert namespace["y"].shape == namespace["x"].shape
-    assert relative(namespace["y"], namespace["alone"]) < 1e-5

@@ -18,7 +18,6 @@ from moe_dispatch.layouts import Layout, broadcast_layout
 from moe_dispatch_testing import run_processes, run_ranks
 from moe_dispatch_testing.ranks import thread_group
 from tests.integration.needs import needs
-from tests.pages import run_page
 
 pytestmark = needs("megatron")
 
@@ -128,8 +127,3 @@ def test_megatrons_own_container_and_broadcast() -> None:
     for rank, found in enumerate(run_processes(megatron, TP, timeout=timedelta(seconds=120))):
         wanted = {"container": repr(LAYOUT), "broadcast": ([0, 5, 8, 17], 9), "has padded": rank == 0}
         assert found == wanted
-
-
-def test_the_code_of_the_page_runs() -> None:
-    """It brings the layout to every rank of every stage."""
-    assert run_page("cases/4-pipeline-metadata.md")["arrived"] == [(9, [0, 5, 8, 17])] * 8

@@ -1,9 +1,10 @@
-"""The two sides of docs/migration.md give the same: the framework's own dispatcher before, ours after."""
+"""The calls of a framework's own dispatcher, and those that replace them, give the same outputs and gradients."""
 
 from __future__ import annotations
 
 import datetime
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch_testing import run_processes
+from tests import migration
 from tests.integration.megatron_core import layer
 from tests.integration.megatron_core.on_cpu import megatron_on_cpu
 from tests.integration.needs import needs
-from tests.migration_pages import EXPERTS, TOP_K, Layer, largest_error, run_block
+from tests.migration import EXPERTS, TOP_K, Layer, MoE, largest_error
 
 RANKS, HIDDEN, TOKENS = 2, 32, 6
 # Ranks import the framework before they meet, on machines that others use too.
@@ -25,20 +27,19 @@ _, needs_megatron = needs("megatron")
 _, needs_torchtitan = needs("torchtitan")
 
 
-def _side(rank: int, title: str, names: dict[str, Any], *, dense: bool) -> list[Tensor]:
+def _side(rank: int, build: Callable[[Layer], MoE], *, dense: bool) -> list[Tensor]:
     """Output and gradients of one side: of the rows, of the weights and of this rank's experts.
 
     Args:
         rank: this rank.
-        title: title of the block, such as "Before: Megatron".
-        names: what the code uses beside the experts.
+        build: builds the calls around the experts of a layer.
         dense: whether the routing is a map and probabilities, both (T, E).
     """
     moe_layer = Layer(rank, RANKS, hidden=HIDDEN, dtype=torch.float32)
     x, ids, weights = Layer.inputs(rank, TOKENS, hidden=HIDDEN, dtype=torch.float32)
     x.requires_grad_()
     weights.requires_grad_()
-    moe = run_block(title, {**moe_layer.names(), "ep_group": dist.group.WORLD, **names})["moe"]
+    moe = build(moe_layer)
     if dense:
         routing_map = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter_(1, ids, True)
         probs = torch.zeros(TOKENS, EXPERTS).scatter(1, ids, weights)
@@ -51,8 +52,8 @@ def _side(rank: int, title: str, names: dict[str, Any], *, dense: bool) -> list[
     return [tensor for tensor in found if tensor is not None]
 
 
-def _difference(rank: int, framework: str, names: dict[str, Any], *, dense: bool) -> float:
-    before, after = (_side(rank, f"{when}: {framework}", names, dense=dense) for when in ("Before", "After"))
+def _difference(rank: int, *sides: Callable[[Layer], MoE], dense: bool) -> float:
+    before, after = (_side(rank, build, dense=dense) for build in sides)
     return max(largest_error(got, want) for got, want in zip(after, before, strict=True))
 
 
@@ -62,7 +63,8 @@ def _megatron(rank: int) -> float:
         config = {"hidden_size": HIDDEN, "num_moe_experts": EXPERTS, "moe_router_topk": TOP_K}
         case = layer.Case(parallel=parallel, config=config)
         names = {"transformer_config": layer.transformer_config(case), "pg_collection": layer.groups(parallel)}
-        return _difference(rank, "Megatron", names, dense=True)
+        after = partial(migration.instead_of_megatron, ep_group=dist.group.WORLD)
+        return _difference(rank, partial(migration.megatron, **names), after, dense=True)
 
 
 def _torchtitan(rank: int) -> float:
@@ -71,7 +73,8 @@ def _torchtitan(rank: int) -> float:
 
     set_spmd_backend("partial_dtensor")  # torchtitan's default exchanges lists of tensors, which gloo does not take
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
-    return _difference(rank, "torchtitan", {"ep_mesh": mesh}, dense=False)
+    sides = (partial(side, ep_mesh=mesh) for side in (migration.torchtitan, migration.instead_of_torchtitan))
+    return _difference(rank, *sides, dense=False)
 
 
 @needs_megatron
