@@ -47,9 +47,7 @@ SUPPORT = {
     "UCCL-EP": Support(emulated=("uccl-da914a2",), target="test"),
     "ROCm DeepEP": Support(emulated=("rocm-92b4ae1",), target="test"),
     "HybridEP": Support(
-        emulated=("hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744", "hybridep-746"),
-        refused="0ed15b5",
-        target="test",
+        emulated=("hybridep-94a9f8f", "hybridep-744", "hybridep-746"), refused="before 94a9f8f", target="test"
     ),
     "transformer-engine": Support(
         emulated=("2.20.2",), refused="below 2.20, or built without NCCL EP", target="integration"

@@ -11,15 +11,13 @@ SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/conformance/test_scenarios.py": {
         "test_conforms": ("transformers #48687", "Automodel #3325"),
     },
-    "tests/deep_ep_backends/test_buffers.py": {
-        "test_no_kernel_reads_memory_of_a_handle_that_is_gone": ("DeepEP #756",),
-    },
     "tests/deep_ep_backends/test_graph_safe.py": {
         "test_random_routings_are_reported_where_rows_were_dropped_and_only_there": ("Megatron-LM #7133",),
         "test_what_stands_in_fresh_memory_may_look_like_ids": ("Megatron-LM #7400",),
     },
     "tests/deep_ep_backends/test_rules.py": {
         "test_chunks_keep_rows_across_domains_below_the_limit": ("Megatron-LM #3999",),
+        "test_early_releases_of_hybridep_are_refused_on_all_ranks": ("DeepEP #756",),
         "test_the_variant_is_told_by_attributes": ("torchtitan #3414", "NeMo-RL #2411"),
     },
     "tests/deep_ep_backends/test_variants.py": {

@@ -281,21 +281,23 @@ def _release(channel: Channel, *, by_hand: bool) -> None:
         channel.users -= 1
         if channel.users:
             return
-        for key in [key for key, other in _channels.items() if other is channel]:
+        # Ranks collect garbage at different times, so a collective close would make them wait for each other. Such a
+        # channel is kept: a destructor would free memory on this rank that its peers have mapped.
+        is_kept = channel.backend.collective_close and not by_hand
+        for key in [key for key, other in _channels.items() if other is channel and not is_kept]:
             del _channels[key]
-    if by_hand or not channel.backend.collective_close:
-        try:
-            channel.backend.close()
-        finally:
-            channel.communicator.let_go()
-            channel.control.let_go()
-    else:  # ranks collect garbage at different times, so a collective close would make them wait for each other
-        _abandoned.append(channel)
+    if is_kept:
         logger.warning(
-            "The last dispatcher of channel %s was collected without close(): its buffers stay until the process ends. "
-            "Call close() on every rank.",
+            "The last dispatcher of channel %s was collected without close(): its buffers stay for the next dispatcher "
+            "of this config and group. Call close() on every rank.",
             channel.name,
         )
+        return
+    try:
+        channel.backend.close()
+    finally:
+        channel.communicator.let_go()
+        channel.control.let_go()
 
 
 _lock = threading.RLock()
@@ -304,8 +306,6 @@ _serial = itertools.count()
 # other group gets the same id.
 _channels: dict[tuple[int, int, str], Channel] = {}
 open_by_name: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
-# These channels are kept, because a destructor would free memory on this rank that its peers have mapped.
-_abandoned: list[Channel] = []
 
 
 @contextmanager
@@ -395,7 +395,9 @@ def _begin(lease: Lease) -> Lease:
 def open_channels(group: dist.ProcessGroup | None) -> list[Channel]:
     """Return the open channels whose ranks exchange something on a group."""
     with _lock:
-        return [each for each in _channels.values() if group in (each.communicator.group, each.control.group)]
+        return [
+            each for each in _channels.values() if each.users and group in (each.communicator.group, each.control.group)
+        ]
 
 
 def _ranks_of_job() -> int:
@@ -487,6 +489,6 @@ def ranks_per_node(hosts: Sequence[str]) -> int:
 @atexit.register
 def _drop_backends() -> None:
     """Drop the buffers of open channels, which hold process groups, while the interpreter still runs."""
-    for channel in {id(channel): channel for channel in (*open_by_name.values(), *_abandoned)}.values():
+    for channel in open_by_name.values():
         channel.users = 0  # a dispatcher that is closed from now on must not close the backend
         del channel.backend

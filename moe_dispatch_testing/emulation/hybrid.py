@@ -1,4 +1,4 @@
-"""``HybridEPBuffer`` of DeepEP's branch hybrid-ep, release 34152ae and later.
+"""``HybridEPBuffer`` of DeepEP's branch hybrid-ep, release 94a9f8f and later.
 
 The signatures come from the newest release, pull request 746. ``hybrid_ep_buffer`` makes the class of a release.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import operator
 import os
 import warnings
-import weakref
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -34,11 +33,9 @@ from moe_dispatch_testing.emulation.refusals import EmulatedAbort, EmulatedHang,
 from moe_dispatch_testing.emulation.signatures import follow_release, recorded
 from moe_dispatch_testing.host_syncs import allow_host_syncs
 
-# Whether a handle that is gone too early is refused. The real library then reads memory that may have another owner.
-checks_handles = True
 _DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 _CHUNK = 64  # rows of a chunk, if NUM_OF_TOKENS_PER_CHUNK_{DISPATCH,COMBINE,PREPROCESSING}_API are not set
-_FIRST, _RAGGED = "hybridep-34152ae", ("hybridep-744", "hybridep-746")
+_RAGGED = ("hybridep-744", "hybridep-746")
 # Keys of compiled kernels, by the folder that the real library would keep them in. It has a folder for each process;
 # here ranks may be threads, so each rank has its own.
 _kernels_in: defaultdict[tuple[str, str, int, int], set[tuple[object, ...]]] = defaultdict(set)
@@ -151,7 +148,6 @@ class _HybridBuffer:
             entry.same = {_DOMAIN: domain, "num_local_experts": num_local_experts}
         self.configurer = SimpleNamespace(buffer_config=buffer)
         self._generation = 0
-        self._counts_in_use: list[weakref.ref[Tensor]] = []
         self._folder = _kernels_in[self.release, os.environ.get("HYBRID_EP_CACHE_DIR", ""), os.getpid(), self.rank]
         self._kernels = set(self._folder) if load_cached_kernels else set()
 
@@ -222,10 +218,9 @@ class _HybridBuffer:
         return config
 
     def _pad_capacity(self, config: HybridEpConfigInstance) -> None:
-        if self.release != _FIRST:  # since #638
-            config.max_num_of_tokens_per_rank += (
-                -config.max_num_of_tokens_per_rank % config.num_of_tokens_per_chunk_combine_api
-            )
+        config.max_num_of_tokens_per_rank += (
+            -config.max_num_of_tokens_per_rank % config.num_of_tokens_per_chunk_combine_api
+        )
 
     def _check_queues(self, config: HybridEpConfigInstance) -> None:
         """Refuse more rows than a queue between nodes holds. A dispatch queues 3 requests per row, and one more."""
@@ -314,9 +309,8 @@ class _HybridBuffer:
             entry.same = {"handle": "none" if handle is None else "cached", "fuse_permute_dispatch": fused}
         names, counts = self._fields(permute=True, fused=fused), None
         if handle is None:
-            # Only non-blocking calls drop rows (94a9f8f jit/compiler.cu:132), and the unfused scan of 34152ae.
-            drops = non_blocking or (self.release == _FIRST and not fused)
-            limit = room if drops and room is not None and room >= 0 else None
+            # Only non-blocking calls drop rows (94a9f8f jit/compiler.cu:132).
+            limit = room if non_blocking and room is not None and room >= 0 else None
             config = self._preprocess(
                 hidden,
                 map_TE,
@@ -332,8 +326,8 @@ class _HybridBuffer:
             counts = config.route.padded_tokens_per_expert(pad)
             room = int(counts.sum()) if room is None or room < 0 else room
             # Other kernels leave the flag as it is. Ragged releases clear it before.
-            flagged = limit is not None or self.release in _RAGGED or (self.release == _FIRST and not fused)
-            handle = self._packed(names, config, permutes=True, fused=fused, flagged=flagged)
+            flagged = limit is not None or self.release in _RAGGED
+            handle = self._packed(names, config, permutes=True, flagged=flagged)
         else:
             config = self._kept(names, handle)
         assert config.route is not None
@@ -433,16 +427,13 @@ class _HybridBuffer:
                 slots = rows
                 require(rows > 0, "every rank must have at least one row, got 0", EmulatedAbort)
             entry.same = {"num_of_tokens_per_rank": slots}
-        self._require_counts()
         config = self.update_template_config(hidden_dim=hidden.shape[1], num_of_tokens_per_rank=slots, **sizes)
         with self._exchange.entrance("HybridEPBuffer.metadata_preprocessing"):
             experts = config.experts_per_node * self.num_of_nodes
             shape = f"the routing map must be contiguous with {experts} columns, got {tuple(map_TE.shape)}"
             require(map_TE.is_contiguous() and map_TE.shape[1] == experts, shape, EmulatedAbort)
-            fuses = self.release != _FIRST or sizes.get("fuse_permute_dispatch", False)
-            most = 1024 if fuses else 256
-            rule = f"a rank must have at most {most} experts, got {config.num_of_experts_per_rank}"
-            require(config.num_of_experts_per_rank <= most, rule, EmulatedAbort)
+            rule = f"a rank must have at most 1024 experts, got {config.num_of_experts_per_rank}"
+            require(config.num_of_experts_per_rank <= 1024, rule, EmulatedAbort)
             load_bytes = slots % config.num_of_tokens_per_chunk_dispatch_api * config.num_of_ranks_per_node * 4
             rule = f"TMA 16B alignment error: the last chunk loads {load_bytes}B, which must be a multiple of 16B"
             require(load_bytes % 16 == 0, rule)
@@ -462,7 +453,6 @@ class _HybridBuffer:
         config: HybridEpConfigInstance,
         *,
         permutes: bool,
-        fused: bool = False,
         flagged: bool = False,
     ) -> tuple[Any, ...]:
         """Make a handle. Maps that only kernels read are uninitialised."""
@@ -470,17 +460,12 @@ class _HybridBuffer:
         assert route is not None
         made = unread_maps(route)
         all_rows = route.exchange.size * len(route.in_rank_TP)
-        is_scanned = permutes and (fused or self.release != _FIRST)  # such a scan does not write the map of experts
         made["local_expert_routing_map"] = (
             uninitialised((all_rows, route.local_RL.shape[1]), torch.bool)
-            if is_scanned
+            if permutes  # the scan of such a dispatch does not write the map of experts
             else grown(route.local_RL, all_rows)
         )
-        count = torch.tensor([route.num_received], dtype=torch.int32)
-        # Before 17cfb81, kernels of blocking calls read this number from pinned memory of the host.
-        is_pinned = self.release == _FIRST and permutes and not (fused or config.kernel_mode[1])
-        count.is_pinned_count = is_pinned  # type: ignore[attr-defined]
-        made["num_dispatched_tokens_tensor"] = count
+        made["num_dispatched_tokens_tensor"] = torch.tensor([route.num_received], dtype=torch.int32)
         made["tokens_per_expert"] = route.tokens_per_expert().to(torch.int32)
         made["num_of_tokens_per_rank"] = len(route.in_rank_TP)
         made["num_of_valid_tokens"] = config.num_of_valid_tokens
@@ -497,24 +482,12 @@ class _HybridBuffer:
             RuntimeError: In ragged releases, the buffer has grown since the dispatch.
         """
         items = unpacked(names, handle)
-        config, count = items["config"], items.get("num_dispatched_tokens_tensor")
+        config = items["config"]
         assert isinstance(config, HybridEpConfigInstance)
         made, now = config.buffer_generation, self._generation
         grew = f"this handle was created against buffer generation {made}, but the current generation is {now}"
         require(self.release not in _RAGGED or made == now, f"{grew}. Redo the dispatch without a handle")
-        self._require_counts()
-        if isinstance(count, Tensor) and getattr(count, "is_pinned_count", False):
-            self._counts_in_use.append(weakref.ref(count))
         return config
-
-    def _require_counts(self) -> None:
-        """Refuse a call if a handle of the call before is gone. Its kernels may still read the handle's pinned number.
-
-        Torch reuses pinned memory without regard to streams, so they would read another number (DeepEP #756).
-        """
-        gone = checks_handles and any(count() is None for count in self._counts_in_use)
-        self._counts_in_use.clear()
-        require(not gone, "a handle must live until the device has passed the calls that use it", EmulatedAbort)
 
     def _sent(self, config: HybridEpConfigInstance, rows: HybridRows) -> HybridRows:
         route = config.route
@@ -564,8 +537,6 @@ class _HybridBuffer:
                 fits = rows.probs.dtype == torch.float32 and rows.probs.is_contiguous()
                 require(fits, f"probs must be contiguous float32, got {rows.probs.dtype}", EmulatedAbort)
             _check_chunk(config.num_of_tokens_per_chunk_combine_api, self.num_of_nodes)
-            if config.max_num_of_tokens_per_rank % config.num_of_tokens_per_chunk_combine_api:
-                raise _failed_compilation("MAX_NUM_OF_TOKENS_PER_RANK must be multiple of NUM_OF_TOKENS_PER_CHUNK.")
             dense = rows.each(Tensor.detach)
             dense = route.unpermute(dense) if unpermutes else dense.each(lambda values: values[: route.num_received])
             entry.same = {"fuse_unpermute_combine": fused}
@@ -601,17 +572,13 @@ def _check_matrix(name: str, tensor: Tensor, shape: tuple[int, int], dtype: torc
 
 
 def _check_chunk(chunk: int, nodes: int) -> None:
+    """Raise the error of a failed static_assert in a kernel. nvcc prints the text, and then fails (jit/compiler.cu)."""
     multiple = 32 if nodes > 1 else 16
     if chunk % multiple:
-        raise _failed_compilation(f"NUM_OF_TOKENS_PER_CHUNK must be multiple of {multiple}.")
-
-
-def _failed_compilation(said: str) -> RuntimeError:
-    """Make the error of a failed static_assert in a kernel. nvcc prints the text, and then fails (jit/compiler.cu)."""
-    return RuntimeError(
-        "Failed to compile the code, compile command: nvcc (emulated). "
-        f'nvcc printed: hybrid_ep_backend.cuh: error: static assertion failed with "{said}"'
-    )
+        raise RuntimeError(
+            "Failed to compile the code, compile command: nvcc (emulated). nvcc printed: hybrid_ep_backend.cuh: error: "
+            f'static assertion failed with "NUM_OF_TOKENS_PER_CHUNK must be multiple of {multiple}."'
+        )
 
 
 @cache

@@ -262,5 +262,4 @@ def unread_maps(route: HybridPath) -> dict[str, Any]:
         "attn_to_rdma_map": uninitialised((rows, nodes - 1), torch.bool),
         "dense_chunk_layout": uninitialised((size,), torch.int32),
         "dense_to_expert_map": uninitialised((size * rows, route.local_RL.shape[1]), torch.int32),
-        "row_id_map": uninitialised((size * rows, route.local_RL.shape[1]), torch.int32),
     }

@@ -36,8 +36,8 @@ def emulated_deep_ep(release: str) -> ModuleType:
     Raises:
         ConfigError: There is no such release.
     """
-    if release == "hybridep-0ed15b5":
-        raise ConfigError("HybridEP 0ed15b5 is no longer supported. Use hybridep-34152ae or later.")
+    if release in ("hybridep-0ed15b5", "hybridep-34152ae"):
+        raise ConfigError(f"{release} is no longer supported. Use hybridep-94a9f8f or later.")
     if release not in RELEASES:
         raise ConfigError(f"Unknown release of deep_ep {release!r}. Emulated releases: {', '.join(RELEASES)}.")
     if release.startswith("v2-"):

@@ -85,8 +85,10 @@ def test_emulations_are_tested_on_request(command: Command) -> None:
     emulated = [one for one in report["backends"] if one["emulates"]]
     assert {one["emulates"] for one in emulated} >= {"v1.2.1", "v2-2.1.0", "v2.5.0", "hybridep-746"}
     assert all((one["self_test"]["passed"], one["self_test"]["ranks"]) == (True, 2) for one in emulated)
-    assert named(report, "hybridep", "hybridep-34152ae")["constraints"]["row_multiple"] == 64
+    assert named(report, "hybridep", "hybridep-94a9f8f")["constraints"]["row_multiple"] == 2
     assert named(report, "deepep", "v2-2.1.0")["constraints"]["group_sizes"] == "1 to 1024"
+    for release, name in (("uccl-da914a2", "UCCL-EP"), ("rocm-92b4ae1", "ROCm DeepEP")):
+        assert named(report, "deepep", release)["version"] == f"{name} {release}"
 
 
 @pytest.mark.usefixtures("two_hosts")

@@ -22,7 +22,6 @@ OLDER_RELEASES: tuple[BackendSpec, ...] = (
     {"name": "deepep", "emulate": "v2-2.1.0"},
     {"name": "hybridep", "emulate": "hybridep-94a9f8f"},
     {"name": "hybridep", "emulate": "hybridep-94a9f8f", "fuse_permute": True},
-    {"name": "hybridep", "emulate": "hybridep-34152ae"},
 )
 # Options with which a backend runs other code. Each variant runs all scenarios, as a backend of its own.
 VARIANTS: tuple[BackendSpec, ...] = (

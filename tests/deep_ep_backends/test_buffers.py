@@ -211,7 +211,7 @@ def test_collected_without_close_says_so_and_leaves_the_buffers(caplog: pytest.L
     wrap(buffer_class(HYBRID), "__init__", opening)
     on_ranks(lambda group: identity(build_dispatcher(config(HYBRID, top_k=2), group), 3), 2)
     gc.collect()
-    assert "was collected without close(): its buffers stay until the process ends" in caplog.text
+    assert "was collected without close(): its buffers stay for the next dispatcher" in caplog.text
     assert len(alive) == 2
     assert all(buffer() is not None for buffer in alive), "a destructor would free what peers have mapped"
 
@@ -365,20 +365,7 @@ def test_a_suspicious_estimate_warns(num_sms: int, warns: bool, wrap: Wrap, capl
     assert (f"deep_ep uses {num_sms} multiprocessors. It takes 4, or all" in caplog.text) == warns
 
 
-def test_no_kernel_reads_memory_of_a_handle_that_is_gone() -> None:
-    """HybridEP 34152ae keeps a number in pinned memory of its handle, which torch reuses while kernels read it."""
-
-    def body(dispatcher: Dispatcher, rank: int) -> None:
-        for _ in range(2):
-            x = torch.ones(4, 256, requires_grad=True)
-            sent = dispatcher.dispatch(x, random_routing(4, 0))
-            dispatcher.combine(sent.rows, sent).sum().backward()
-            del sent
-
-    on_dispatchers(body, config({**HYBRID, "emulate": "hybridep-34152ae"}))
-
-
-@pytest.mark.parametrize("backend", [{**HYBRID, "emulate": "hybridep-34152ae"}, HYBRID, RAGGED], ids=str)
+@pytest.mark.parametrize("backend", [HYBRID, RAGGED], ids=str)
 def test_buffers_of_one_process_share_their_kernels(backend: dict[str, Any], wrap: Wrap, variables: Setting) -> None:
     """A new dispatcher is a new buffer, whose kernels would be compiled again, at 8 s each.
 

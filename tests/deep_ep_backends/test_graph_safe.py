@@ -74,7 +74,6 @@ def one_layer(dispatcher: Dispatcher, x: Tensor, routing: Routing) -> dict[str, 
 
 
 MOST = 12
-OLD = {**HYBRID, "emulate": "hybridep-34152ae"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "v1": V1,
     "v2": V2,
@@ -82,9 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "expanding": {**V25, "expand": True, "deterministic": False},
     "hybrid": HYBRID,
     "ragged": RAGGED,
-    "old": OLD,
     "fused": {**HYBRID, "fuse_permute": True},
-    "old fused": {**OLD, "fuse_permute": True},
 }
 
 
@@ -194,7 +191,7 @@ def test_what_cannot_be_is_refused_with_what_would_work(
     raises_everywhere(results, ConfigError, text)
 
 
-RELEASES = {"hybrid": HYBRID, "ragged": RAGGED, "old": OLD}
+RELEASES = {"hybrid": HYBRID, "ragged": RAGGED}
 ROWS, SLOTS = 8, 16  # rows per rank, and slots: the balanced load, capacity_factor 1.0
 # Of two ranks with experts 0..3 and 4..7; each row is (experts of all rows of rank 0, of rank 1).
 EVEN = [[0, 4], [1, 5], [2, 6], [3, 7]] * 2
@@ -249,8 +246,6 @@ def expert_sum(dispatcher: Dispatcher, x: Tensor, ids: Tensor, weights: Tensor) 
         *(("hybrid", case) for case in CASES),
         ("ragged", "one above in an empty expert"),
         ("ragged", "far above"),
-        ("old", "at capacity"),
-        ("old", "nothing left for the next expert"),
     ],
 )
 def test_exactly_the_last_places_are_dropped(release: str, case: str) -> None:
@@ -298,11 +293,10 @@ def test_raise_tells_all_ranks_alike(case: str) -> None:
 @pytest.mark.parametrize(
     ("release", "pad_multiple", "factor"),
     [
-        ("hybrid", 1, 0.5),
         ("hybrid", 4, 0.25),
         ("hybrid", 16, 0.5),
         ("ragged", 4, 0.25),
-        ("old", 1, 0.5),
+        ("hybrid", 1, 0.5),
     ],
 )
 def test_random_routings_are_reported_where_rows_were_dropped_and_only_there(
@@ -329,7 +323,7 @@ def test_random_routings_are_reported_where_rows_were_dropped_and_only_there(
 # there was room for, or with padding than what had arrived.
 @pytest.mark.parametrize(
     ("release", "pad_multiple", "factor", "rooms"),
-    [("hybrid", 1, 1.5, [24, 29, 32]), ("ragged", 4, 0.5, [8, 24]), ("old", 4, 0.5, [8, 24])],
+    [("hybrid", 1, 1.5, [24, 29, 32]), ("ragged", 4, 0.5, [8, 24])],
 )
 def test_a_step_that_overflowed_is_run_until_it_gives_what_room_from_the_start_does(
     release: str, pad_multiple: int, factor: float, rooms: list[int]

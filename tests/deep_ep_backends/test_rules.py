@@ -86,7 +86,6 @@ def test_numbers_of_v1_v2_and_v25() -> None:
 @pytest.mark.parametrize(
     ("release", "ranks_per_domain", "multiple"),
     [
-        ("hybridep-34152ae", 4, 64),
         ("hybridep-94a9f8f", 8, 1),
         ("hybridep-94a9f8f", 4, 1),
         ("hybridep-94a9f8f", 2, 2),
@@ -99,12 +98,6 @@ def test_row_multiple_of_hybridep(release: str, ranks_per_domain: int, multiple:
     assert found.row_multiple == multiple
     assert found.equal_rows == (release != "hybridep-744")
     assert found.min_rows == (0 if release == "hybridep-744" else 1)
-
-
-def test_chunks_come_from_the_variables_the_library_reads(variables: Setting) -> None:
-    variables(NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API="96", NUM_OF_TOKENS_PER_CHUNK_COMBINE_API="128")
-    assert hybridep(shape(), emulate="hybridep-34152ae").row_multiple == 384
-    assert hybridep(shape(ranks_per_node=4), emulate="hybridep-34152ae").max_rows == 21760
 
 
 @pytest.mark.parametrize(("chunk", "most"), [("64", 21824), ("128", 21760), ("32", 21824)])
@@ -141,34 +134,38 @@ def test_experts_per_rank_times_ranks_per_domain_divide_by_four(domain: int, mul
     assert hybridep(shape(ep_size=24, experts=96), ranks_per_domain=domain).local_experts_multiple == multiple
 
 
-class EarlyBuffer:
-    """The parameters of 1dddd19 that tell its rules: it has neither non-blocking calls nor fused ones."""
+class Earliest:
+    """The parameters of 1dddd19, which has neither non-blocking calls nor fused ones."""
 
     def __init__(self, group: Any, ib_dev_name_list: Any = None) -> None: ...
 
-    def dispatch_with_permute(self, *, hidden: Any, pad_multiple: Any = None) -> None: ...
+
+class April:
+    """The constructor of 34152ae."""
+
+    def __init__(self, group: Any, enable_custom_allgather: bool = True) -> None: ...
 
 
-def test_numbers_of_early_hybridep_releases() -> None:
-    early, new = hybrid.rules(EarlyBuffer), hybridep(shape())
-    assert early.row_multiple(8) == 128
-    old = hybrid.constraints(early, "cuda", shape(), 8)
-    assert (old.hidden_multiple, new.hidden_multiple) == (512, 16)
-    assert old.group_sizes is not None
-    assert new.group_sizes is not None
-    assert (old.max_local_experts, new.max_local_experts) == (224, 768)
-    assert (old.max_hidden, new.max_hidden) == (8192, None)
-    assert 1 not in old.group_sizes
-    assert 1 in new.group_sizes
-    assert 73 not in new.group_sizes
-    assert new.pads_experts
-    assert not old.idle_ranks
-    assert not old.graph_safe
-    assert "versions of 2026-04 (34152ae) or later need not" in old.graph_safe_reason
-    with pytest.raises(
-        ConfigError, match=r"serves groups within one NVLink domain, got 8 ranks, 4 per domain. Install"
-    ):
-        hybrid.constraints(early, "cuda", shape(), 4)
+class Current:
+    """The constructor of 94a9f8f, which changed a default."""
+
+    def __init__(self, group: Any, enable_custom_allgather: bool = False) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{"HybridEpBuffer": object}, {"HybridEPBuffer": Earliest}, {"HybridEPBuffer": April}],
+    ids=["0ed15b5", "1dddd19", "34152ae"],
+)
+def test_early_releases_of_hybridep_are_refused_on_all_ranks(names: dict[str, Any], installed: Install) -> None:
+    """Their rules of whole chunks are not known any more, and they order consecutive calls in other ways."""
+    installed(**names, __version__="1.1.0")
+    text = (
+        "Backend 'hybridep' cannot be used here: deep_ep 1.1.0 is HybridEP 34152ae or another commit before 94a9f8f, "
+        "whose support has ended; install commit 94a9f8f or a later one of DeepEP's branch hybrid-ep."
+    )
+    given = config({"name": "hybridep"})
+    raises_everywhere(outcomes_on(lambda group: build_dispatcher(given, group), 2), BackendUnavailableError, text)
 
 
 def test_the_newest_rules_are_those_of_its_class() -> None:
@@ -381,9 +378,7 @@ def test_the_variant_is_told_by_attributes(installed: Install) -> None:
     assert DeepEPOptions().probe() == Usable(version="2.5.0", features=("v2.5", "compact", "expand"))
     hybrid = emulated_deep_ep("hybridep-94a9f8f")
     installed(Buffer=v1.Buffer, HybridEPBuffer=hybrid.HybridEPBuffer)
-    assert HybridEPOptions().probe() == Usable(version="of unknown version", features=("chunks of 64 and 64 rows",))
-    installed(HybridEpBuffer=hybrid.HybridEPBuffer, __version__="1.1.0")  # the only release that spells it so
-    assert "install 34152ae or later" in reason(HybridEPOptions)
+    assert HybridEPOptions().probe() == Usable(version="of unknown version", features=("equal rows",))
     installed()
     assert "has neither EPBuffer, ElasticBuffer nor Buffer" in reason(DeepEPOptions)
 
@@ -479,7 +474,7 @@ def test_a_malformed_variable_is_a_reason(name: str, value: str, variables: Sett
 
 
 def test_whatever_a_probe_stumbles_over_is_a_reason(installed: Install, machine: Machine) -> None:
-    installed(HybridEPBuffer=object)
+    installed(HybridEPBuffer=type("HybridEPBuffer", (), {"__init__": Current.__init__}))
     assert "reading the constraints of deep_ep raised AttributeError" in reason(HybridEPOptions)
     machine(capability=lambda: 1 // 0)
     assert "reading the constraints of deep_ep raised ZeroDivisionError" in reason(DeepEPOptions)

@@ -127,23 +127,6 @@ def test_a_domain_that_the_library_sees_otherwise_is_refused(wrap: Wrap) -> None
     raises_everywhere(results, ConfigError, told)
 
 
-def test_early_versions_return_nothing_on_a_rank_that_receives_nothing(wrap: Wrap) -> None:
-    def early(original: Any, *args: Any, **given: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = original(*args, **given)
-        return found if len(found[0]) else (None, None, None, None, found[-1])
-
-    wrap(buffer_class(HYBRID), "dispatch_with_permute", early)
-
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(HYBRID), group)
-        dispatcher.dispatch(torch.ones(4, 256), Routing(torch.tensor([[0, 1]] * 4), torch.ones(4, 2)))
-
-    results = outcomes(body, 2)
-    assert results[0] is None
-    told = ("every rank must receive a row, got none on rank 1", "Install a version of 2026-04")
-    raises_everywhere(results[1:], StateError, *told)
-
-
 @pytest.mark.parametrize("backend", [V25, HYBRID, RAGGED], ids=["v2.5", "hybrid", "ragged"])
 def test_a_weight_of_zero_is_no_padding(backend: dict[str, Any]) -> None:
     """HybridEP tells real rows from padding by their probabilities: one of weight 0 counts, and has a gradient."""
@@ -171,11 +154,11 @@ def test_ranks_with_different_libraries_are_told(wrap: Wrap) -> None:
     def rules(original: Any, cls: Any) -> hybrid.Rules:
         found: hybrid.Rules = original(cls)
         odd = threading.current_thread().name == "rank-1"
-        return dataclasses.replace(found, chunks=(128, 128), pads_capacity=False) if odd else found
+        return dataclasses.replace(found, ragged=True) if odd else found
 
     wrap(hybrid, "rules", rules)
     results = outcomes(lambda group: build_dispatcher(config(HYBRID), group), 2)
-    told = "Ranks disagree on row_multiple: rank 0 has 2, rank 1 has 128. Give every rank the same config, library"
+    told = "Ranks disagree on row_multiple: rank 0 has 2, rank 1 has 1. Give every rank the same config, library"
     raises_everywhere(results, ConfigError, told)
 
 

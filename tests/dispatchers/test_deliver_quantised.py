@@ -53,7 +53,7 @@ FORMS: list[tuple[Any, int, WireDtype, dict[str, Any]]] = [
     ({"name": "deepep", "emulate": "v2-2.1.0"}, 2, FLOAT8, EAGER),
     ({**V2, "expand": True, "deterministic": False}, 2, MXFP8, EAGER),
     ({**V2, "ranks_per_node": 1, "deterministic": False}, 2, MXFP8, SAFE),
-    ({"name": "hybridep", "emulate": "hybridep-34152ae"}, 2, FLOAT8, SAFE),
+    ({"name": "hybridep", "emulate": "hybridep-94a9f8f"}, 2, FLOAT8, SAFE),
     ({"name": "hybridep", "emulate": "hybridep-746"}, 2, MXFP8, EAGER),
 ]
 

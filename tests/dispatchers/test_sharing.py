@@ -136,9 +136,31 @@ def test_a_collective_close_is_left_to_the_caller(
     del dispatcher
     gc.collect()
     assert events == [OPEN]
-    assert "was collected without close(): its buffers stay until the process ends" in caplog.text
+    assert "was collected without close(): its buffers stay for the next dispatcher" in caplog.text
+    identity_round(again := build_dispatcher(config))
+    again.close()
+    assert events == [OPEN, CLOSE]
     build_dispatcher(config).close()
-    assert events == [OPEN, OPEN, CLOSE]
+    assert events == [OPEN, CLOSE, OPEN, CLOSE]
+
+
+def test_what_one_rank_dropped_is_shared_again(events: list[tuple[str, int]]) -> None:
+    """A rank that waits in a collective close would hang if another rank had made a channel of its own."""
+
+    def body(group: Group) -> None:
+        config = small_config({"name": "told", "collective": True})
+        first = build_dispatcher(config, group)
+        if group.rank() == 1:
+            del first
+            gc.collect()
+        second = build_dispatcher(config, group)
+        identity_round(second)
+        if group.rank() == 0:
+            first.close()
+        second.close()
+
+    on_ranks(body, 2)
+    assert sorted(event for event, _ in events) == ["close", "close", "open", "open"]
 
 
 def test_all_ranks_open_where_one_has_to(events: list[tuple[str, int]]) -> None:

@@ -14,9 +14,8 @@ from torch import Tensor
 from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer
 
 HIDDEN, LOCAL, TOP_K, ROWS = 32, 4, 3, 64
-APRIL, JULY, RAGGED = "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-746"
-CURRENT = pytest.mark.parametrize("release", [APRIL, JULY, RAGGED])
-BEFORE_RAGGED = pytest.mark.parametrize("release", [APRIL, JULY])
+JULY, RAGGED = "hybridep-94a9f8f", "hybridep-746"
+CURRENT = pytest.mark.parametrize("release", [JULY, RAGGED])
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,6 @@ from moe_dispatch_testing.emulation import EmulatedAbort
 from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer
 from tests.emulation.conftest import Setting
 from tests.emulation.hybrid_case import (
-    APRIL,
-    BEFORE_RAGGED,
     CURRENT,
     HIDDEN,
     JULY,
@@ -36,15 +34,15 @@ from tests.emulation.hybrid_case import (
 )
 from tests.emulation.tokens import outcome, run_ranks
 
-MODES = pytest.mark.parametrize(("release", "fused"), [(APRIL, False), (JULY, True), (RAGGED, False), (RAGGED, True)])
+MODES = pytest.mark.parametrize(("release", "fused"), [(JULY, False), (JULY, True), (RAGGED, False), (RAGGED, True)])
 # Releases, ranks, ranks of a domain, and whether permutations are fused. A size of 0 is one rank without a group.
 PLACES = pytest.mark.parametrize(
     ("release", "size", "domain", "fused"),
     [
-        *((release, 2, 2, fused) for release in (APRIL, JULY, RAGGED) for fused in (False, True)),
-        *((release, 0, 1, fused) for release, fused in ((APRIL, True), (JULY, False), (RAGGED, True))),
-        *((JULY, 1, 1, True), (APRIL, 4, 4, False), (RAGGED, 4, 4, True)),
-        *((APRIL, 4, 2, False), (JULY, 4, 1, True), (RAGGED, 4, 2, True), (RAGGED, 4, 1, False)),
+        *((release, 2, 2, fused) for release in (JULY, RAGGED) for fused in (False, True)),
+        *((release, 0, 1, fused) for release, fused in ((JULY, False), (RAGGED, True))),
+        *((JULY, 1, 1, True), (JULY, 4, 4, False), (RAGGED, 4, 4, True)),
+        *((JULY, 4, 2, False), (JULY, 4, 1, True), (RAGGED, 4, 2, True), (RAGGED, 4, 1, False)),
     ],
 )
 
@@ -141,29 +139,6 @@ def test_a_rank_may_move_no_probs_in_combine(release: str) -> None:
     torch.testing.assert_close(first[~went], source.probs[~went])
 
 
-@pytest.mark.parametrize(
-    ("release", "capacity", "rows", "works"),
-    [
-        (APRIL, 200, 100, True),  # at least 512
-        (APRIL, 520, 100, False),  # chunks of 64, nothing rounds the capacity
-        (APRIL, 100, 520, False),  # nor rows that make it grow
-        (JULY, 520, 520, True),
-    ],
-)
-def test_a_capacity_that_is_no_multiple_of_the_chunk_fails_in_the_compiler(
-    release: str, capacity: int, rows: int, works: bool
-) -> None:
-    (source,), buffer = make_sources([rows]), open_buffer(release, None, rows=capacity)
-
-    def round_trip() -> None:
-        expert_rows, _, _, _, handle = sent(buffer, source, pad_multiple=1)
-        returned(buffer, expert_rows, handle)
-
-    said = r"RuntimeError: Failed to compile the code, compile command: [\s\S]*MAX_NUM_OF_TOKENS_PER_RANK must be"
-    end = outcome(round_trip)
-    assert re.match("returned" if works else said, end), end
-
-
 @CURRENT
 @pytest.mark.parametrize(
     "sizes", [{"hidden_dim": 40}, {"num_local_experts": 3}, {"hidden_dim": 256, "use_fp8": True}], ids=str
@@ -188,10 +163,9 @@ def test_the_most_rows_across_nodes(release: str, variables: Setting) -> None:
 
 
 @pytest.mark.parametrize(("size", "rows", "fits"), [(1, 66, False), (2, 65, False), (1, 68, True), (2, 66, True)])
-@BEFORE_RAGGED
-def test_tma_loads_whole_16_bytes(release: str, size: int, rows: int, fits: bool) -> None:
+def test_tma_loads_whole_16_bytes(size: int, rows: int, fits: bool) -> None:
     sources = make_sources([rows] * size)
-    ends = run_ranks(lambda group: outcome(lambda: sent(open_buffer(release, group), sources[group.rank()])), size)
+    ends = run_ranks(lambda group: outcome(lambda: sent(open_buffer(JULY, group), sources[group.rank()])), size)
     assert all((end == "returned") if fits else ("TMA 16B alignment error" in end) for end in ends)
 
 
@@ -243,7 +217,7 @@ def test_dispatch_refuses(case: str) -> None:
     assert re.search(said, end), end
 
 
-@pytest.mark.parametrize(("release", "fused"), [(APRIL, False), (JULY, True), (RAGGED, True)])
+@pytest.mark.parametrize(("release", "fused"), [(JULY, False), (JULY, True), (RAGGED, True)])
 def test_combine_takes_bfloat16_rows_of_its_dispatch(release: str, fused: bool) -> None:
     (source,) = make_sources([ROWS])
     buffer = open_buffer(release, None)
@@ -285,15 +259,15 @@ def sent_again(buffer: Any, source: Source, rank: int) -> object:
 
 
 DISAGREEMENTS: dict[str, tuple[list[str], tuple[int, int], Disagreement, str]] = {
-    "unequal rows": ([APRIL, JULY], (64, 32), lambda b, s, _: sent(b, s, pad_multiple=1), r"rank, got \[64, 32\] by"),
+    "unequal rows": ([JULY], (64, 32), lambda b, s, _: sent(b, s, pad_multiple=1), r"rank, got \[64, 32\] by"),
     "unequal slots": ([RAGGED], (40, 5), lambda b, s, rank: sent(b, s), r"every rank must pass the same"),
     "different calls": (
-        [APRIL, JULY, RAGGED],
+        [JULY, RAGGED],
         (ROWS, ROWS),
         lambda b, s, rank: b.dispatch(s.x, routing_map=s.routing) if rank else sent(b, s, pad_multiple=1),
         "every rank must be in the same call",
     ),
-    "a handle on one rank": ([APRIL, JULY, RAGGED], (ROWS, ROWS), sent_again, r"every rank must pass the same handle"),
+    "a handle on one rank": ([JULY, RAGGED], (ROWS, ROWS), sent_again, r"every rank must pass the same handle"),
 }
 
 

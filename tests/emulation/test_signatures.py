@@ -22,8 +22,9 @@ def test_unknown_release_is_refused_with_those_there_are() -> None:
         ConfigError, match=r"Unknown release of deep_ep 'v3'. Emulated releases: v1\.2\.1, v2-2\.1\.0, v2\.5\.0, u"
     ):
         emulated_deep_ep("v3")
-    with pytest.raises(ConfigError, match=r"HybridEP 0ed15b5 is no longer supported\. Use hybridep-34152ae or later"):
-        emulated_deep_ep("hybridep-0ed15b5")
+    for ended in ("hybridep-0ed15b5", "hybridep-34152ae"):
+        with pytest.raises(ConfigError, match=rf"{ended} is no longer supported\. Use hybridep-94a9f8f or later"):
+            emulated_deep_ep(ended)
 
 
 @pytest.mark.parametrize("release", [release for release in RELEASES if release not in ("v1.2.1", "v2.5.0", *LIKE_V1)])

@@ -1,4 +1,4 @@
-"""megatron-core's flex dispatcher, unmodified, on the emulated deep_ep: the dense layer, and the reported failure."""
+"""megatron-core's flex dispatcher, unmodified, on the emulated deep_ep, against the dense layer."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import pytest
 from tests.integration.deep_ep_users import megatron_layer
 from tests.integration.deep_ep_users.dense import TRAINING, Case
 from tests.integration.deep_ep_users.rank import require_dense, run_jobs
-from tests.integration.jobs import Raised
 from tests.integration.needs import needs
 
 pytestmark = needs("megatron")
 
-NORMAL, UNPADDED = "v1.2.1", "hybridep-34152ae"
-EP_SIZES = {NORMAL: 4, UNPADDED: 2, "hybridep-94a9f8f": 4, "hybridep-744": 2}
+NORMAL = "v1.2.1"
+EP_SIZES = {NORMAL: 4, "hybridep-94a9f8f": 4, "hybridep-744": 2}
 UNEQUAL = (40, 13, 0, 27)
-WHOLE_CHUNKS_ONLY = "528 rows"
 
 
 def flex(backend: str, **options: Any) -> dict[str, Any]:
@@ -53,8 +51,7 @@ def hybridep_jobs(ep_size: int) -> dict[str, list[Case]]:
         "holes": [equal(routing="holes", seed=5)],
         "two in flight": [equal(seed=6), equal(seed=7, options=fused)],
         "to capacity": [equal(routing="even", seed=8, options=capacity)],
-        WHOLE_CHUNKS_ONLY: [equal(tokens=(528,) * ep_size, seed=9)],
-        "padded to chunks": [unequal(tokens=(528,) * ep_size, seed=9)],
+        "no whole chunks": [equal(tokens=(528,) * ep_size, seed=9)],
     }
 
 
@@ -70,15 +67,6 @@ def results(release: str) -> dict[str, list[Any]]:
 RUN = [(release, name) for release in EP_SIZES for name in jobs(release)]
 
 
-@pytest.mark.parametrize(("release", "name"), [each for each in RUN if each != (UNPADDED, WHOLE_CHUNKS_ONLY)])
+@pytest.mark.parametrize(("release", "name"), RUN)
 def test_the_flex_dispatcher_is_the_dense_layer(release: str, name: str) -> None:
     require_dense(results(release)[name], TRAINING)
-
-
-def test_rows_in_no_whole_chunks_fail_to_compile_as_was_reported() -> None:
-    """Megatron-Bridge #3294, through the code that met it, on a release that does not round its capacity up."""
-    for found in results(UNPADDED)[WHOLE_CHUNKS_ONLY]:
-        assert isinstance(found, Raised)
-        assert "hybrid_ep_combine" in found
-        assert "MAX_NUM_OF_TOKENS_PER_RANK must be multiple of NUM_OF_TOKENS_PER_CHUNK" in found
-        assert "RuntimeError: Failed to compile the code" in found

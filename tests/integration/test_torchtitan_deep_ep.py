@@ -18,7 +18,7 @@ pytestmark = needs("torchtitan")
 ELASTIC = "v2-2.1.0"
 # Releases and numbers of ranks.
 DEEPEP = [(ELASTIC, 2), (ELASTIC, 4)]
-HYBRIDEP = [("hybridep-34152ae", 4), ("hybridep-94a9f8f", 2), ("hybridep-744", 4)]
+HYBRIDEP = [("hybridep-94a9f8f", 2), ("hybridep-94a9f8f", 4), ("hybridep-744", 4)]
 
 
 def deepep_jobs(ep_size: int) -> dict[str, list[Case]]:

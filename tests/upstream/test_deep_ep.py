@@ -35,7 +35,6 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "v1.2.1": ("tests/test_intranode.py", ("--num-tokens=32", "--hidden=256", "--num-topk=4", "--num-experts=16")),
     "v2-2.1.0": ("tests/elastic/test_ep.py", ELASTIC),
     "v2.5.0": ("tests/ep/test_ep.py", ELASTIC),
-    "hybridep-34152ae": ("tests/test_hybrid_ep.py", ()),
     "hybridep-94a9f8f": ("tests/test_hybrid_ep.py", ()),
     "hybridep-746": ("tests/test_ragged_hybrid_ep.py", ()),
 }

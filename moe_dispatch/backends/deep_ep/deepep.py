@@ -7,6 +7,7 @@ from typing import Annotated, Literal, final
 
 from pydantic import Field
 
+from moe_dispatch._probing import Rejected
 from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape
 from moe_dispatch.backends.capacity import capacity_of
 from moe_dispatch.backends.deep_ep import deepep_v1, deepep_v2
@@ -84,7 +85,7 @@ class DeepEPOptions(LibraryOptions):
                 f"got {variant}, {ranks_per_node} of {shape.ep_size} ranks on a node, and graph_safe="
                 f"{shape.graph_safe}. Leave prefetch_weights out."
             )
-        if variant != "v1":
+        if isinstance(library, Rejected) or variant != "v1":
             return deepep_v2.constraints(device, variant, shape, ranks_per_node, self)
         if self.expand:
             raise ConfigError("Backend 'deepep': expand needs v2 or V2.5, got v1. Leave expand out, or install V2.5.")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._probing import Rejected
 from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape
 from moe_dispatch.backends.capacity import GraphSafeSupport
 from moe_dispatch.backends.deep_ep.buffers import Handle, unfilled
@@ -50,7 +49,7 @@ def _wire_dtypes(is_emulated: bool) -> frozenset[WireDtype]:
     return frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"})
 
 
-def constraints(library: Library | Rejected, shape: MoEShape, ranks_per_node: int) -> Constraints:
+def constraints(library: Library, shape: MoEShape, ranks_per_node: int) -> Constraints:
     """Return the constraints of v1.2.1 for bfloat16 rows, as its kernels check or assume them.
 
     UCCL-EP and ROCm/DeepEP have kernels for other numbers of nodes.
@@ -58,9 +57,6 @@ def constraints(library: Library | Rejected, shape: MoEShape, ranks_per_node: in
     Raises:
         ConfigError: The library has no kernels for a group with this number of ranks per node.
     """
-    name, device, is_emulated = PACKAGE, "cuda", False  # only for tables: before any other use, ``probe`` refuses
-    if isinstance(library, Library):
-        name, device, is_emulated = library.name, library.device, library.emulated
     needed = min(shape.ep_size, _RANKS_PER_NODE)
     if ranks_per_node % needed:
         raise ConfigError(
@@ -72,11 +68,11 @@ def constraints(library: Library | Rejected, shape: MoEShape, ranks_per_node: in
         hidden_multiple=256,
         max_hidden=8191,  # half a row and 8 bytes must fit into 8192 bytes
         dtypes=frozenset({torch.bfloat16}),
-        devices=frozenset({device}),
+        devices=frozenset({library.device}),
         max_top_k=32,
-        group_sizes=_IN_NODE | {_RANKS_PER_NODE * nodes for nodes in _NODES[name]},
+        group_sizes=_IN_NODE | {_RANKS_PER_NODE * nodes for nodes in _NODES[library.name]},
         max_local_experts=128,
-        wire=WireSupport(dtypes=_wire_dtypes(is_emulated), gradients="can", delivers=True),
+        wire=WireSupport(dtypes=_wire_dtypes(library.emulated), gradients="can", delivers=True),
         graph_safe=GraphSafeSupport() if shape.ep_size <= _RANKS_PER_NODE else None,
         graph_safe_reason=(
             f"v1 avoids host syncs only within a node, that is with up to {_RANKS_PER_NODE} ranks, got "

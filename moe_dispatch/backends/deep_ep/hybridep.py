@@ -26,11 +26,11 @@ from moe_dispatch.backends.deep_ep.hybrid_rules import CHUNK, CHUNK_VARIABLES, D
 from moe_dispatch.backends.deep_ep.library import Library, LibraryOptions, lacking_nvcc, parameters
 from moe_dispatch.backends.deep_ep.rank_rows import Payload, pack
 from moe_dispatch.communication import read_host
-from moe_dispatch.errors import ConfigError, StateError
+from moe_dispatch.errors import ConfigError
 from moe_dispatch.permutation.index import round_up, running_total
 from moe_dispatch.types import Capacity, Sizes
 
-Release = Literal["hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744", "hybridep-746"]
+Release = Literal["hybridep-94a9f8f", "hybridep-744", "hybridep-746"]
 
 _PREPROCESSING_VARIABLE = "NUM_OF_TOKENS_PER_CHUNK_PREPROCESSING_API"
 _SHARED_ROWS_MULTIPLE = 16  # ragged versions round ``num_of_tokens_per_rank`` up to a multiple of this
@@ -92,14 +92,18 @@ class HybridEPOptions(LibraryOptions):
 
     def features(self, library: Library) -> tuple[str, ...]:
         found = hybrid_rules.rules(library.module.HybridEPBuffer)
-        return ("ragged rows" if found.ragged else f"chunks of {' and '.join(map(str, found.chunks))} rows",)
+        return ("ragged rows" if found.ragged else "equal rows",)
 
     def lacking(self, library: Library) -> str | None:
-        if hasattr(library.module, "HybridEPBuffer"):
-            return None if library.emulated else _lacking_toolkit(library.version)
-        if hasattr(library.module, "HybridEpBuffer"):  # the spelling of 0ed15b5
-            return f"{library.named} is HybridEP 0ed15b5, whose support has ended; install 34152ae or later"
-        return f"{library.named} has no HybridEPBuffer: it is not built from the branch hybrid-ep"
+        cls = getattr(library.module, "HybridEPBuffer", None)
+        if cls is None and not hasattr(library.module, "HybridEpBuffer"):  # the spelling of 0ed15b5
+            return f"{library.named} has no HybridEPBuffer: it is not built from the branch hybrid-ep"
+        if cls is None or not hybrid_rules.is_supported(cls):
+            return (
+                f"{library.named} is HybridEP 34152ae or another commit before 94a9f8f, whose support has ended; "
+                "install commit 94a9f8f or a later one of DeepEP's branch hybrid-ep"
+            )
+        return None if library.emulated else _lacking_toolkit(library.version)
 
     def constraints(self, shape: MoEShape) -> Constraints:
         found, device, library = hybrid_rules.NEWEST, "cuda", self.library()
@@ -128,7 +132,7 @@ class HybridEP(LibraryBackend):
     Cost: one host sync per dispatch (the counts), none in ``again=``, combine or a backward. In graph-safe mode none at
     all.
 
-    Source: DeepEP branch hybrid-ep, 1dddd19 to 94a9f8f, and pull requests 744 and 746.
+    Source: DeepEP branch hybrid-ep, 94a9f8f, and pull requests 744 and 746.
     """
 
     name = "hybridep"
@@ -137,27 +141,24 @@ class HybridEP(LibraryBackend):
         shape, cls, knobs = context.shape, library.module.HybridEPBuffer, options.knobs
         found = hybrid_rules.rules(cls)
         super().__init__(context, multiple=lcm(*found.chunks))
-        self._class, self._ragged, self._reads_host = cls, found.ragged, not (found.pads_capacity or shape.graph_safe)
+        self._class, self._ragged = cls, found.ragged
         self._domain = hybrid_rules.domain_of(shape, options.ranks_per_domain)
-        is_configured, known = options.ranks_per_domain is not None, parameters(cls.__init__)
+        is_configured = options.ranks_per_domain is not None
         source = "configured" if is_configured else "detected"
         self.details = f"{self._domain} ranks per NVLink domain ({source})"
-        # A version that detects its domains may know more than host names tell, so it is not told the domain. But if
+        # The library detects its domains and may know more than host names tell, so it is not told the domain. But if
         # the variable is set already, it is set anew: the library fails if the variable is larger than the group.
-        self._sets_domain = is_configured or not found.fuses or DOMAIN_VARIABLE in os.environ
-        _refuse_unknown(cls, knobs.keys() - known)
+        self._sets_domain = is_configured or DOMAIN_VARIABLE in os.environ
+        _refuse_unknown(cls, knobs.keys() - parameters(cls.__init__))
         self._arguments = {"hidden_dim": shape.hidden_size, "num_local_experts": shape.num_local_experts, **knobs}
         if shape.wire_dtype not in (None, "bfloat16"):
             self._arguments["use_fp8"] = True
-        if "load_cached_kernels" in known:  # otherwise each buffer compiles all of its kernels again
-            self._arguments["load_cached_kernels"] = True
-        # Always given: the default of early versions is 0, and their kernel divides by it.
+        self._arguments["load_cached_kernels"] = True  # otherwise each buffer compiles all of its kernels again
         self._dispatch_arguments: dict[str, Any] = {"pad_multiple": shape.pad_multiple}
         self._combine_arguments: dict[str, Any] = dict(self._dispatch_arguments)
         if shape.graph_safe:
             self._dispatch_arguments["non_blocking"] = True
         if options.fuse_permute:
-            _refuse_unknown(cls, {"fuse_permute_dispatch"} - parameters(cls.dispatch_with_permute))
             chunks = (*found.chunks, hybrid_rules.number(_PREPROCESSING_VARIABLE, CHUNK))
             if len(set(chunks)) > 1:
                 raise ConfigError(
@@ -210,14 +211,6 @@ class HybridEP(LibraryBackend):
             hidden, probs_R, scales, padded_L, raw = self.buffer().dispatch_with_permute(
                 **_given(pack(rows_TD, self.context.shape.wire_dtype)), routing_map=map_TE, probs=probs_TE, **given
             )
-        if hidden is None:
-            raise StateError(
-                "Backend 'hybridep': every rank must receive a row, got none on rank "
-                f"{self.context.communicator.rank}. The installed version cannot combine without rows. Install a "
-                "version of 2026-04 (34152ae) or later."
-            )
-        if self._reads_host:
-            raw = tuple(_on_device(part, rows_TD) for part in raw)
         handle = Handle(place=self.place, raw=raw)
         on_host = None if capacity is not None else tuple(read_host(padded_L))
         padded_L = padded_L.to(rows_TD.device, torch.int64, non_blocking=True)
@@ -289,17 +282,6 @@ def _given(rows: Payload) -> dict[str, Tensor]:
     if isinstance(rows, Tensor):
         return {"hidden": rows}
     return {"hidden": rows[0].view(torch.uint8), "scaling_factor": rows[1].view(torch.float32)}
-
-
-def _on_device(part: Any, rows_TD: Tensor) -> Any:
-    """Return a part of a handle. Copy it to the device of the rows if it is a tensor of the host.
-
-    Before 17cfb81 the handle of a dispatch with a host sync has one, and kernels of combine and of backwards read it.
-    Torch reuses pinned memory as soon as the handle is gone, but memory of the device only after these kernels.
-    """
-    if not isinstance(part, Tensor) or not part.is_cpu:
-        return part
-    return rows_TD.new_empty(part.shape, dtype=part.dtype).copy_(part, non_blocking=True)
 
 
 def _overflowed(raw: Any) -> Tensor:

@@ -38,6 +38,8 @@ logger = logging.getLogger("moe_dispatch")
 _ROWS_MULTIPLE = 64  # as Megatron rounds the bound of the rows of a rank
 _MOST_RANKS = 64  # by the release notes of NCCL EP
 _MOST_LOCAL_EXPERTS = 256  # its kernels assert it
+_NEGATIVE_ZERO = -(1 << 31)  # the bits of float32 -0.0
+_NOWHERE = _NEGATIVE_ZERO + 1  # those of -1.4e-45, the number next to it
 # The open backend that made the group of a library. The library has one group for a process.
 _holders: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[NcclEP], list[bool]]] = weakref.WeakKeyDictionary()
 
@@ -128,8 +130,9 @@ class NcclEP(Backend):
     were needed with padding. So after a drop the demand is the smallest that is possible, and one ``grow`` is enough.
 
     A slot with the id -1 goes nowhere. The header of the library promises nothing about such ids; all of its kernels
-    that read ids skip those below 0. An eager dispatch that agrees on sizes, without a plan, compares the rows that
-    arrived with those that the ranks have counted, and raises on this rank if a version does otherwise.
+    that read ids skip those below 0. If a version does otherwise, an eager dispatch raises on the rank of the expert:
+    with a plan because such a slot has a weight that no other has, and without one because more rows arrive than the
+    ranks have counted. In graph-safe mode nothing is read on the host, and the weight adds nothing to any result.
 
     Cost: a host sync per eager dispatch, in the library, and another if sizes come without the ranks' counts; none in
     combine. ``send`` (``again=``) exchanges the ids again, and in eager mode has the library's host sync. A backward
@@ -163,8 +166,8 @@ class NcclEP(Backend):
             what = "other settings" if same else "another group"
             raise ConfigError(
                 "Backend 'nccl_ep': NCCL EP has one group and one set of sizes in a process, and a dispatcher with "
-                f"{what} has it. Close that one before you drop it, because a dropped one keeps it; give both the same "
-                "config and group, or use another backend for one of them."
+                f"{what} has it. Close that one; if it was dropped without close(), build one with its config and "
+                "group again, and close that. Or give both the same config and group."
             )
         if made_group[0]:
             self.ep.ep_finalize()  # the backend that made it is gone, because building it failed on another rank
@@ -262,7 +265,7 @@ class NcclEP(Backend):
         """
         pad, capacity = self.context.shape.pad_multiple, sizes.capacity
         exchange = Exchange(self, ids_TK)
-        rows_RD, weights_R = exchange.dispatch(rows_TD.bfloat16().contiguous(), _marked(weights_TK))
+        rows_RD, weights_R = exchange.dispatch(rows_TD.bfloat16().contiguous(), _marked(weights_TK, ids_TK))
         padded_L = (exchange.buffer.tokens_per_expert + (pad - 1)) // pad * pad
         is_real_R = (weights_R != 0) | torch.signbit(weights_R)
         real_L = running_total(is_real_R).index_select(0, running_total(padded_L)).diff()
@@ -272,26 +275,28 @@ class NcclEP(Backend):
             weights=(weights_R + 0.0).to(weights_TK.dtype),  # -0.0 becomes 0.0 again
             tokens_per_expert=padded_L,
             real_tokens_per_expert=real_L,
-            tokens_per_expert_list=None if capacity is not None else self._counted(padded_L, len(rows_RD), sizes),
+            tokens_per_expert_list=None if capacity is not None else self._counted(padded_L, weights_R, sizes),
             route=NcclEPRoute(exchange=exchange, is_real_R=is_real_R),
             demand=None if capacity is None else self._demand(real_L, total, capacity),
         )
 
-    def _counted(self, padded_L: Tensor, arrived: int, sizes: Sizes) -> tuple[int, ...]:
-        """Return the padded rows of each expert on the host, and check that so many rows arrived."""
+    def _counted(self, padded_L: Tensor, weights_R: Tensor, sizes: Sizes) -> tuple[int, ...]:
+        """Return the padded rows of each expert on the host, and check that those rows arrived, and no others."""
         shape, rank = self.context.shape, self.context.communicator.rank
         counted, mine = sizes.tokens_per_expert, slice(rank * shape.num_local_experts, None)
+        strays, arrived = 0, len(weights_R)
         if counted is None:
-            on_host = tuple(read_host(padded_L))
+            is_stray_R = weights_R.view(torch.int32) == _NOWHERE
+            *on_host, strays = read_host(torch.cat([padded_L, is_stray_R.sum(0, keepdim=True)]))
         else:
-            on_host = tuple(round_up(count, shape.pad_multiple) for count in counted[mine][: shape.num_local_experts])
-        if sum(on_host) != arrived:
+            on_host = [round_up(count, shape.pad_multiple) for count in counted[mine][: shape.num_local_experts]]
+        if strays or sum(on_host) != arrived:
             raise StateError(
                 f"Backend 'nccl_ep': the experts of rank {rank} must get {sum(on_host)} rows, padding included, got "
-                f"{arrived}. The library counts other slots than the ranks did. Run self_test(), and use another "
-                "backend until it passes."
+                f"{arrived}, {strays} of them of slots with the id -1. The library sends other slots than the ranks "
+                "asked for. Run self_test(), and use another backend until it passes."
             )
-        return on_host
+        return tuple(on_host)
 
     def _demand(self, real_L: Tensor, total: Tensor, capacity: Capacity) -> Tensor:
         """Return the demand of ``Arrived.demand``, int64 (2,).
@@ -366,7 +371,12 @@ def _check_group(group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _marked(weights_TK: Tensor) -> Tensor:
-    """Return float32 weights in which +0.0 became -0.0, so that the receiver can tell real rows from padding."""
-    weights_TK = weights_TK.float()
-    return torch.where(weights_TK == 0, -0.0, weights_TK).contiguous()
+def _marked(weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+    """Return float32 weights that tell the receiver what a row is, for the library moves them bit by bit.
+
+    +0.0 becomes -0.0, which is no padding. The weight of a slot that goes nowhere becomes ``_NOWHERE``, and no other
+    weight does.
+    """
+    bits_TK = weights_TK.float().contiguous().view(torch.int32)
+    bits_TK = torch.where((bits_TK == 0) | (bits_TK == _NOWHERE), _NEGATIVE_ZERO, bits_TK)
+    return torch.where(ids_TK < 0, _NOWHERE, bits_TK).view(torch.float32)

@@ -265,9 +265,10 @@ def test_forward_counts_the_agreement_once() -> None:
 
 
 def test_rows_are_padded_for_the_backend() -> None:
-    hybridep, given = 'hybridep+emulate="hybridep-34152ae"', {"hidden_size": 512, "pad_multiple": "fp8"}
-    (plan,) = planned(hybridep, fields=given, tokens=2008)["backends"]
-    assert (plan["rows_per_rank"]["expected"], plan["rank_padding"]["expected"], plan["row_multiple"]) == (2048, 40, 64)
+    hybridep = 'hybridep+emulate="hybridep-94a9f8f"+ranks_per_domain=1'
+    given = {"hidden_size": 512, "pad_multiple": "fp8"}
+    (plan,) = planned(hybridep, fields=given, tokens=2009)["backends"]
+    assert (plan["rows_per_rank"]["expected"], plan["rank_padding"]["expected"], plan["row_multiple"]) == (2012, 3, 4)
     assert planned(hybridep, fields=given, tokens=2048)["backends"][0]["rank_padding"]["high"] == 0
 
 

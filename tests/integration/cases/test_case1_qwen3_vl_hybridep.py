@@ -1,15 +1,13 @@
-"""Case 1: Qwen3-VL on HybridEP whose rules want whole chunks of rows. NVIDIA-NeMo/Megatron-Bridge#3294.
+"""Case 1: Qwen3-VL on HybridEP, whose rules of rows reached the training step. NVIDIA-NeMo/Megatron-Bridge#3294.
 
-Reported: tp 1, ep 8, pp 1, micro-batch 4, flex dispatcher on hybridep. The step pads sequences to 16, so rows come in
-multiples of 64, and chunks of 128 do not divide them.
+Reported: tp 1, ep 8, pp 1, micro-batch 4, flex dispatcher on hybridep. The step pads sequences to 16, so rows came in
+multiples of 64, and the chunks of 128 of that time did not divide them. Releases of today need no whole chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -19,62 +17,14 @@ from moe_dispatch import BSHD, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.errors import LayoutError
 from moe_dispatch.layouts import padded_length, sequence_multiple
 from moe_dispatch_testing import Ranks
-from tests.emulation.hybrid_case import make_sources, open_buffer, returned, sent
-from tests.emulation.tokens import outcome
 
 pytestmark = pytest.mark.integration
 
 EP_SIZE, MICRO_BATCH, CHUNK, FP8_ROWS = 8, 4, 128, 16
 LENGTHS = (135, 87, 121, 43)
-REPORTED = "MAX_NUM_OF_TOKENS_PER_RANK must be multiple of NUM_OF_TOKENS_PER_CHUNK"
-# Megatron-Bridge's recipes asked for chunks of 128 (#3135) when the default had become 64.
-APRIL, JULY = "hybridep-34152ae", "hybridep-94a9f8f"
-ASKED = {"NUM_OF_TOKENS_PER_CHUNK_COMBINE_API": "128"}
-ASKED_FOR = pytest.mark.parametrize("variables", [ASKED], indirect=True, ids=["asked for"])
+EQUAL_ROWS, ANY_ROWS = "hybridep-94a9f8f", "hybridep-744"
 
 on_ranks = partial(Ranks(timedelta(seconds=60)).run, size=EP_SIZE)
-
-
-@pytest.fixture(autouse=True)
-def variables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set what a test's parameter says in the environment of its ranks, which are threads of this process."""
-    for name, value in getattr(request, "param", {}).items():
-        monkeypatch.setenv(name, value)
-
-
-# By hand: the calls that Megatron's flex dispatcher makes, with the rows that the step gives it
-
-
-def by_hand(rows: int) -> Callable[[dist.ProcessGroup], str]:
-    sources = make_sources([rows] * EP_SIZE)
-
-    def body(group: dist.ProcessGroup) -> str:
-        buffer = open_buffer(APRIL, group, rows=rows)
-
-        def round_trip() -> None:
-            expert_rows, probs, _, _, handle = sent(buffer, sources[group.rank()], pad_multiple=1)
-            returned(buffer, expert_rows, handle, probs)
-
-        return outcome(round_trip)
-
-    return body
-
-
-@ASKED_FOR
-def test_by_hand_it_fails_as_reported() -> None:
-    rows = MICRO_BATCH * padded_length(max(LENGTHS), FP8_ROWS)
-    assert rows % 64 == 0
-    for told in on_ranks(by_hand(rows)):
-        assert told.startswith("RuntimeError: Failed to compile the code"), told
-        assert REPORTED in told
-
-
-@ASKED_FOR
-def test_by_hand_it_works_on_sequences_padded_to_their_multiple() -> None:
-    multiple = sequence_multiple(batch_size=MICRO_BATCH, fp8=True, row_multiple=CHUNK)
-    rows = MICRO_BATCH * padded_length(max(LENGTHS), multiple)
-    assert rows == MICRO_BATCH * padded_length(max(LENGTHS), multiple, 150) == 640
-    assert on_ranks(by_hand(rows)) == ["returned"] * EP_SIZE
 
 
 def test_a_forced_length_does_not_bypass_the_rule() -> None:
@@ -86,24 +36,16 @@ def test_a_forced_length_does_not_bypass_the_rule() -> None:
         padded_length(max(LENGTHS), multiple, seq_length=128)
 
 
-# Through the dispatcher
-
-
 @pytest.mark.parametrize(
-    ("release", "variables", "lengths", "rows"),
-    [
-        (APRIL, ASKED, LENGTHS, 512),
-        (APRIL, ASKED, None, 640),  # 4 * 144 rows that are all tokens
-        (APRIL, {}, LENGTHS, 448),
-        (JULY, {}, LENGTHS, 386),
-        (JULY, ASKED, LENGTHS, 386),
-    ],
-    indirect=["variables"],
+    ("release", "lengths", "rows"),
+    [(EQUAL_ROWS, LENGTHS, 386), (EQUAL_ROWS, None, 576), (ANY_ROWS, LENGTHS, None)],
 )
-def test_the_rule_belongs_to_the_installed_version(release: str, lengths: Any, rows: int) -> None:
-    """Later in #3294: an updated HybridEP no longer needs it. The model's code stays the same.
+def test_the_rule_belongs_to_the_installed_version(
+    release: str, lengths: tuple[int, ...] | None, rows: int | None
+) -> None:
+    """The model's code stays the same. The lengths are odd, and other ones on each rank.
 
-    The lengths are odd, and other ones on each rank. Still every rank sends the same whole chunks.
+    A release that needs equal rows gets the largest number of the group from every rank, a ragged one what there is.
     """
     backend = {"name": "hybridep", "emulate": release}
     config = DispatcherConfig(backend=backend, num_experts=16, top_k=4, hidden_size=512, wire="bfloat16")

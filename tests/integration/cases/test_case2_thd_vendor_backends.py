@@ -29,8 +29,8 @@ from tests.sharded.packing import Packed
 from tests.sharded.part import Job, Outcome, apply_experts, run_job
 
 V1, V2 = "v1.2.1", "v2-2.1.0"
-OLD_RULES, EQUAL_ROWS, ANY_ROWS = "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744"
-RELEASES = {V1: "deepep", V2: "deepep", OLD_RULES: "hybridep", EQUAL_ROWS: "hybridep", ANY_ROWS: "hybridep"}
+EQUAL_ROWS, ANY_ROWS = "hybridep-94a9f8f", "hybridep-744"
+RELEASES = {V1: "deepep", V2: "deepep", EQUAL_ROWS: "hybridep", ANY_ROWS: "hybridep"}
 RANKS, PAD_MULTIPLE = 4, 16
 SIZES = Sizes(layers=2, hidden=256, inner=16)  # 256 columns are the fewest that deep_ep v1 takes
 # By step and rank: 14, 3, 0 and 37 tokens; then a rank without rows.
@@ -126,7 +126,7 @@ def test_counts_that_vary_by_rank_and_step_are_the_dense_layer(release: str) -> 
 
 @pytest.mark.parametrize(
     ("release", "row_counts"),
-    [(V1, "agree"), (V2, "static"), (OLD_RULES, "agree"), (EQUAL_ROWS, "static"), (ANY_ROWS, "agree")],
+    [(V1, "agree"), (V2, "static"), (EQUAL_ROWS, "static"), (EQUAL_ROWS, "agree"), (ANY_ROWS, "agree")],
 )
 def test_one_plan_of_a_micro_batch_serves_all_layers(release: str, row_counts: str) -> None:
     """On the control group: one all-reduce of a micro-batch where sizes are agreed on, nothing where static."""
@@ -152,15 +152,16 @@ def test_one_plan_of_a_micro_batch_serves_all_layers(release: str, row_counts: s
 # The same by hand: a training loop that hands each rank's own row count to the library.
 
 
-@pytest.mark.parametrize("release", [OLD_RULES, EQUAL_ROWS])
-def test_own_counts_by_hand_hang_in_hybridep(release: str) -> None:
+def test_own_counts_by_hand_hang_in_hybridep() -> None:
     sources = make_sources([64, 128])
-    for result in outcomes(lambda group: sent(open_buffer(release, group), sources[group.rank()], pad_multiple=16), 2):
+    for result in outcomes(
+        lambda group: sent(open_buffer(EQUAL_ROWS, group), sources[group.rank()], pad_multiple=16), 2
+    ):
         assert isinstance(result, EmulatedHang)
         assert "every rank must pass the same num_of_tokens_per_rank, got [64, 128] by rank" in str(result)
 
 
-@pytest.mark.parametrize("release", [OLD_RULES, EQUAL_ROWS, ANY_ROWS])
+@pytest.mark.parametrize("release", [EQUAL_ROWS, ANY_ROWS])
 def test_buffers_of_own_size_by_hand_hang_in_hybridep(release: str) -> None:
     """DeepEP #604: one rank enters the all-gather of a larger buffer, its peer does not."""
 

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moe_dispatch_testing.emulation import hybrid, imported_as_deep_ep
+from moe_dispatch_testing.emulation import imported_as_deep_ep
 from tests.integration.deep_ep_users.dense import TOLERANCE, Case, Tensors, dense, worst_row
 from tests.integration.jobs import Raised, require, run_checks
 from tests.integration.megatron_core.on_cpu import cpu_for_cuda
-
-hybrid.checks_handles = False  # the vendors' own layers let handles of old releases go too early
 
 # Runs a layer forward. What it returns runs the backward, and returns what ``dense`` does.
 Forward = Callable[[Case, int, dist.ProcessGroup], Callable[[], Tensors]]
