@@ -19,6 +19,7 @@ PUBLIC = frozenset(
         "moe_dispatch.balance",
         "moe_dispatch.dispatchers",
         "moe_dispatch.layouts",
+        "moe_dispatch.recompute",
         "moe_dispatch.replay",
         "moe_dispatch_testing",
         "moe_dispatch_tools.traces",

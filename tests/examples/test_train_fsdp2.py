@@ -1,0 +1,93 @@
+"""The training with FSDP2: its losses on 1, 2 and 4 processes, with another backend, and after a resume."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import train_fsdp2
+from moe_dispatch import DispatcherConfig
+from moe_dispatch_testing import run_processes
+
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+EVERY_COPY = '{"name": "exact", "min_rows": 0}'
+
+
+def losses(ranks: int, *arguments: str) -> dict[int, float]:
+    """The loss of each step that a training printed."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    process = subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "examples" / "train_fsdp2.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return {
+        int(step): float(loss) for step, loss in re.findall(r"^step (\d+), loss (\S+)$", process.stdout, re.MULTILINE)
+    }
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_one_process_also_after_a_resume_on_other_ranks(tmp_path: Path) -> None:
+    exact = ("--dtype", "float32", "--steps")
+    one = losses(1, *exact, str(STEPS), "--backend", "local")
+    assert list(one) == list(range(1, STEPS + 1))
+    assert one[STEPS] < 0.8 * one[1]
+    four = losses(4, *exact, "3", "--ep", "2", "--balance", EVERY_COPY, "--checkpoint", str(tmp_path))
+    two = losses(2, *exact, str(STEPS), "--ep", "2", "--backend", "allgather", "--checkpoint", str(tmp_path))
+    assert (list(four), list(two)) == ([1, 2, 3], [4, 5, 6])
+    assert {**four, **two} == pytest.approx(one, rel=2e-5)
+
+
+@pytest.mark.slow
+def test_losses_in_bfloat16_are_those_of_one_process() -> None:
+    steps = ("--steps", str(STEPS))
+    one = losses(1, *steps)
+    assert losses(4, *steps, "--ep", "4") == pytest.approx(one, rel=3e-3)
+
+
+def values_of_padding(rank: int) -> list[list[float]]:
+    """The loss of the real tokens and the auxiliary loss, for two values of padding rows."""
+    config = DispatcherConfig(backend="local", num_experts=8, top_k=2, hidden_size=train_fsdp2.HIDDEN)
+    torch.manual_seed(0)
+    model = train_fsdp2.LanguageModel(config, init_device_mesh("cpu", (1, 1), mesh_dim_names=("copies", "ep")))
+    tokens_T, targets_T, layout = next(pack for pack in train_fsdp2.packs() if pack[1].min() < 0)
+    real_T = targets_T >= 0
+    found = []
+    for value in (0, 7):
+        tokens_T[~real_T] = value
+        logits, auxiliary = model(tokens_T, layout)
+        found.append([torch.nn.functional.cross_entropy(logits, targets_T).item(), auxiliary.item()])
+    dist.barrier()
+    return found
+
+
+def test_padding_counts_in_no_loss() -> None:
+    [[first, second]] = run_processes(values_of_padding, 1)
+    assert first == second
+
+
+def test_packs_hold_each_document_whole_and_in_order() -> None:
+    stream = train_fsdp2.packs()
+    for _ in range(20):
+        tokens_T, targets_T, layout = next(stream)
+        ends = list(layout.cu_seqlens)
+        assert len(tokens_T) == train_fsdp2.ROWS
+        assert targets_T[: ends[-1]].min() >= 0
+        assert (targets_T[ends[-1] :] == -100).all()
+        for start, end in pairwise(ends):
+            assert tokens_T[start] == train_fsdp2.BEGIN
+            assert torch.equal(tokens_T[start + 1 : end], targets_T[start : end - 1])
