@@ -126,8 +126,8 @@ soak: $(DEV) ## see that a process that runs for minutes does not grow; ARGS="--
 	$(PY) tests/reliability/soak.py $(ARGS)
 
 simgpu: $(SIMGPU_LIBRARIES) ## the kit, capture and the budgets of launches and bytes on CUDA and NCCL that are simulated on the CPU
-	$(SIMGPU_PY) -m pytest -p tests.simulated_cuda.plugin --numprocesses auto tests/simulated_cuda tests/gpu/test_graphs.py \
-	    tests/gpu/test_permutation.py $(ARGS)
+	$(SIMGPU_PY) -m pytest -p tests.simulated_cuda.plugin --numprocesses auto tests/gpu/test_all_gpus.py tests/simulated_cuda \
+	    tests/gpu/test_graphs.py tests/gpu/test_permutation.py $(ARGS)
 
 gpu: ## what needs a GPU, in 25 minutes, with the torch of PYTHON and no network; the report is out/gpu/report.md
 	$(PYTHON) -c 'import pydantic, pytest' 2>/dev/null || $(PYTHON) -m pip install --quiet --no-index --no-deps --target out/gpu/packages \

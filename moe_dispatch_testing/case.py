@@ -63,19 +63,30 @@ def run_case(backend: BackendSpec, case: Case, ranks: Ranks | None) -> None:
     """
     config = case_config(backend, case)
     # Compute it before the ranks start. Otherwise every thread would compute it, and its host syncs would be refused.
-    expected = _expected(case.scenario, case.ep_size)
+    _expected(case.scenario, case.ep_size)
     with poisoned_memory(), refuse_host_syncs() if case.scenario.graph_safe else nullcontext():
         if ranks is None:
             gradients = [run_rank(config, None, case)]
         else:
             gradients = ranks.run(lambda group: run_rank(config, group, case), case.ep_size)
+    by_call = [zip(*call, strict=True) for call in zip(*gradients, strict=True)]
+    check_expert_gradients(case, [[torch.stack(of_ranks).sum(0) for of_ranks in call] for call in by_call])
+
+
+def check_expert_gradients(case: Case, sums: Sequence[Sequence[Tensor]]) -> None:
+    """Compare the gradients of the experts with the reference.
+
+    Args:
+        case: The case.
+        sums: The sums over ranks of what ``run_rank`` returns on each of them.
+    """
     if case.scenario.inference:
         return
-    for call, by_rank in enumerate(expected):
+    for call, (by_rank, of_call) in enumerate(zip(_expected(case.scenario, case.ep_size), sums, strict=True)):
         for which, name in enumerate(("matrices", "biases")):
-            got = torch.stack([rank[call][which] for rank in gradients]).sum(0)
             total = torch.stack([_expert_gradient(one, which) for one in by_rank]).sum(0)
-            expect_close(f"gradient of the experts' {name} in call {call}", got, total, case.scenario.tolerance)
+            what = f"gradient of the experts' {name} in call {call}"
+            expect_close(what, of_call[which], total, case.scenario.tolerance)
 
 
 def case_config(backend: BackendSpec, case: Case) -> DispatcherConfig:
@@ -117,7 +128,7 @@ def run_rank(config: DispatcherConfig, group: dist.ProcessGroup | None, case: Ca
     """Run a case on one rank, and check its outputs and the gradients of its inputs.
 
     Returns:
-        Gradients of the experts' matrices and biases by call, on the CPU. The caller checks their sums over all ranks.
+        Gradients of the experts' matrices and biases by call, on the CPU, for ``check_expert_gradients``.
     """
     scenario, rank = case.scenario, 0 if group is None else group.rank()
     schedule = SCHEDULES[scenario.schedule]

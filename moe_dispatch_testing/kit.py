@@ -200,6 +200,7 @@ def describe(backend: BackendSpec) -> str:
 
 def _broken_rule(needs: Constraints, scenario: Scenario, shape: MoEShape, device: str) -> str | None:
     rules = (
+        (scenario.num_experts % shape.ep_size == 0, f"num_experts {scenario.num_experts}"),
         (
             needs.group_sizes is None or shape.ep_size in needs.group_sizes,
             f"group_sizes {listed_sizes(needs.group_sizes or frozenset())}",

@@ -200,12 +200,18 @@ class Watch(CollectiveObserver):
     def collective(
         self, label: str, nbytes: int, tensor: Tensor, start: Callable[[Any], Work], options: Any
     ) -> WatchedCall:
-        """Note that a collective on ``tensor`` begins, and start it with the time limit."""
+        """Note that a collective on ``tensor`` begins, and start it with the time limit.
+
+        Raises:
+            LostPeerError: NCCL fails at once. The error says where each rank is.
+        """
         self.call = WatchedCall(self, self.call.number + 1, label, nbytes)
         options.timeout = datetime.timedelta(seconds=self.seconds)
         try:
             return self.call.started(start(options), tensor)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, RuntimeError) and "NCCL" in str(error):  # it starts nothing once it has lost a rank
+                raise LostPeerError(self.explain(self.call)) from error
             self.call.leave()
             raise
 

@@ -40,19 +40,25 @@ class Layer:
         backend: Name of the backend.
         device: "cuda" or "cpu".
         small: Whether the sizes are for a try without a GPU.
+        group: Ranks that share the experts; None for the default group, or for no group with "local".
         fields: Fields of the config.
     """
 
-    def __init__(self, backend: str, device: str, *, small: bool, **fields: Any) -> None:
+    def __init__(
+        self, backend: str, device: str, *, small: bool, group: dist.ProcessGroup | None = None, **fields: Any
+    ) -> None:
         self.rows, self.width, self.experts, self.top_k = (64, 64, 8, 2) if small else (8192, 4096, 64, 8)
         self.device = device
         sizes: dict[str, Any] = {"num_experts": self.experts, "top_k": self.top_k, "hidden_size": self.width}
         if fields.get("graph_safe"):
             sizes["max_tokens_per_rank"] = self.rows
         config = DispatcherConfig(backend=backend, pad_multiple=16, **{**sizes, **fields})
-        self.dispatcher: Dispatcher = build_dispatcher(config, None if backend == "local" else dist.group.WORLD)
-        generator = torch.Generator(device).manual_seed(0)
-        matrices = torch.randn(self.experts, self.width, self.width, generator=generator, device=device)
+        if group is None and backend != "local":
+            group = dist.group.WORLD
+        self.dispatcher: Dispatcher = build_dispatcher(config, group)
+        generator = torch.Generator(device).manual_seed(0 if group is None else group.rank())
+        own = self.experts // (1 if group is None else group.size())
+        matrices = torch.randn(own, self.width, self.width, generator=generator, device=device)
         self.matrices = (matrices * self.width**-0.5).bfloat16().requires_grad_()
 
     def inputs(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:

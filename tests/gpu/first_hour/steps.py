@@ -40,7 +40,7 @@ class Step:
 
 
 _LAYER, _KERNELS = "tests.gpu.first_hour.layer", "tests.gpu.first_hour.kernels"
-_ONE_RANK = "tests/gpu/test_one_rank.py"
+_ONE_RANK, _ALL_GPUS = "tests/gpu/test_one_rank.py", "tests/gpu/test_all_gpus.py"
 
 STEPS = (
     Step("environment", "the machine, and the versions of what is installed", 60, module=_LAYER),
@@ -56,10 +56,14 @@ STEPS = (
         180,
         ("tests/gpu/test_permutation.py", "-k", "not speed"),
     ),
+    Step("kit-local", "the conformance kit without a group", 120, (_ONE_RANK, "-k", "local")),
+    Step("kit-nccl", "the conformance kit over NCCL on all GPUs, and on fewer", 420, (_ALL_GPUS, "-k", "conforms")),
     Step(
-        "kit-local", "the conformance kit without a group", 120, (_ONE_RANK, "-k", "test_one_rank_on_a_gpu and local")
+        "nccl",
+        "replays and a killed rank over NCCL on all GPUs, and on fewer",
+        300,
+        (_ALL_GPUS, "-k", "not conforms"),
     ),
-    Step("kit-nccl", "the conformance kit on one rank over NCCL", 240, (_ONE_RANK, "-k", "over_nccl")),
     Step(
         "kit-gloo",
         "the conformance kit on two ranks that share the GPU, over gloo",
