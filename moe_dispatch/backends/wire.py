@@ -111,6 +111,19 @@ class WireFormat(ABC):
         self.encode(rows_TD, out)
         return out
 
+    def scatter(
+        self, permutation: Permutation, rows_TD: Tensor, tables: tuple[Tensor, Tensor, Tensor], out: Tensor
+    ) -> None:
+        """Encode each row, and write it to all its packets.
+
+        Args:
+            permutation: Implementation for the device of the rows.
+            rows_TD: The rows.
+            tables: ``source_B``, ``member_B`` and ``cu_S`` of ``Permutation.scatter``.
+            out: uint8 (B, nbytes), the rows of the packets, with a stride.
+        """
+        permutation.scatter(self.encoded(rows_TD), *tables, out)
+
     def carried(self, rows_TD: Tensor) -> Tensor | Encoded:
         """Return rows that do not travel as their receiver would get them."""
         return self.decode(self.encoded(rows_TD))
@@ -149,6 +162,22 @@ class _InDtype(WireFormat):
     def decode(self, packets: Tensor) -> Tensor:
         return packets.view(self.numbers)
 
+    @final
+    def encoded(self, rows_TD: Tensor) -> Tensor:
+        # With 0 rows, and with one column of any stride, ``view`` could refuse the strides.
+        if rows_TD.dtype == self.numbers and rows_TD.shape[0] and rows_TD.stride(-1) == 1:
+            return rows_TD.contiguous().view(torch.uint8)
+        return super().encoded(rows_TD)
+
+    @final
+    def scatter(
+        self, permutation: Permutation, rows_TD: Tensor, tables: tuple[Tensor, Tensor, Tensor], out: Tensor
+    ) -> None:
+        if rows_TD.is_cpu:  # one pass converts, and another copies, which is faster there
+            super().scatter(permutation, rows_TD, tables, out)
+        else:
+            permutation.scatter(rows_TD, *tables, out.view(self.numbers))
+
 
 @final
 class InBFloat16(_InDtype):
@@ -166,12 +195,6 @@ class InOwnDtype(_InDtype):
 
     def __init__(self, dtype: torch.dtype, hidden: int) -> None:
         super().__init__(dtype, hidden, dtype)
-
-    def encoded(self, rows_TD: Tensor) -> Tensor:
-        # With 0 rows, and with one column of any stride, ``view`` could refuse the strides.
-        if rows_TD.shape[0] and rows_TD.stride(-1) == 1:
-            return rows_TD.contiguous().view(torch.uint8)
-        return super().encoded(rows_TD)
 
     def carried(self, rows_TD: Tensor) -> Tensor:
         return rows_TD
@@ -215,7 +238,8 @@ class PacketFormat:
 
     Each part is aligned to the size of its numbers. The note is one int32 for the backend's own use. For example, a
     packet of 5 bfloat16 numbers, 2 float32 weights, a note and 2 int16 ids has these bytes: row 0-9, gap 10-11, weights
-    12-19, note 20-23, ids 24-27. So its stride is 28.
+    12-19, note 20-23, ids 24-27, gap 28-31. Every packet begins at a multiple of 32 bytes, and of 16 numbers of the
+    row, because a GPU copies rows faster if they begin so.
 
     Attributes:
         row: Format of the row.
@@ -241,6 +265,30 @@ class PacketFormat:
         weights.view(self.weight_dtype).copy_(weights_TK)
         ids.view(self.id_dtype).copy_(ids_TK)
         return packets
+
+    def scatter(
+        self,
+        permutation: Permutation,
+        rows_TD: Tensor,
+        slots: tuple[Tensor, Tensor],
+        tables: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        notes_P: Tensor | None = None,
+    ) -> None:
+        """Write rows with their slots to all their packets. Each row is read once.
+
+        Args:
+            permutation: One with ``pack_slots``.
+            rows_TD: The rows.
+            slots: Weights and ids, each (T, K).
+            tables: As in ``WireFormat.scatter``. Where ``source_B`` is negative, a packet gets ids of -1.
+            out: uint8 (B, stride), the packets.
+            notes_P: int64 (P,), notes for the first of each B / P packets; None if there are none.
+        """
+        rows, _, weights, notes, ids, _ = out.split_with_sizes(self.widths, 1)
+        self.row.scatter(permutation, rows_TD, tables, rows)
+        of_notes = None if notes_P is None else (notes_P, notes.view(torch.int32))
+        permutation.pack_slots(*slots, tables[0], (weights.view(self.weight_dtype), ids.view(self.id_dtype)), of_notes)
 
     def unpack(self, packets: Tensor) -> tuple[Tensor | Encoded, Tensor, Tensor]:
         """Return the rows as ``WireFormat.decode`` does, and strided views of weights and ids, each (T, K)."""
@@ -273,13 +321,16 @@ def packet_format(
     id_dtype: torch.dtype | None = None,
     note: bool = False,
 ) -> PacketFormat:
-    """Return the format of a row with its slots, aligned so that each part can be viewed in its own dtype."""
+    """Return the format of a row with its slots, aligned so that each part can be viewed in its own dtype.
+
+    Without slots, packets are bare rows.
+    """
     weight_bytes, id_bytes = (0 if dtype is None else dtype.itemsize for dtype in (weight_dtype, id_dtype))
     weights_at = round_up(row.nbytes, weight_bytes or 1)
     note_at = weights_at + top_k * weight_bytes  # aligned for an int32, because a weight has 4 or 8 bytes
     ids_at = note_at + 4 * note
     ids_end = ids_at + top_k * id_bytes
-    stride = round_up(ids_end, max(weight_bytes, id_bytes, row.numbers.itemsize))
+    stride = round_up(ids_end, max(32, 16 * row.numbers.itemsize)) if weight_bytes or id_bytes else ids_end
     edges = (0, row.nbytes, weights_at, note_at, ids_at, ids_end, stride)
     widths = tuple(end - begin for begin, end in pairwise(edges))
     return PacketFormat(row, stride, top_k, weight_dtype or torch.float32, id_dtype or torch.int32, widths)

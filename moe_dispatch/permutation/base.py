@@ -31,7 +31,9 @@ class Permutation(ABC):
 
     Attributes:
         name: Name in a config.
-        send_places: Kernels for the send buffer of graph-safe ``alltoall``; None if operators of torch make it.
+        send_places: Kernels that give rows their places among the packets of ``alltoall``; None if operators of torch
+            do it.
+        pack_slots: Kernel that writes weights and ids into packets, beside ``send_places``.
     """
 
     name: ClassVar[str]
@@ -41,6 +43,7 @@ class Permutation(ABC):
     group_slots: Callable[..., SlotIndex] = staticmethod(tables.group_slots)
     group_statically: Callable[..., SlotIndex] = staticmethod(tables.group_statically)
     send_places: Callable[..., tuple[Tensor, ...]] | None = None
+    pack_slots: Callable[..., None]
 
     @classmethod
     @abstractmethod
@@ -56,6 +59,18 @@ class Permutation(ABC):
             source: int64 (n,), row numbers in ``[0, S)``.
             out: (n, D). It has the dtype of ``rows``, or any floating dtype if the rows are floating.
         """
+
+    def scatter(self, rows: Tensor, source_B: Tensor, member_B: Tensor, cu_S: Tensor, out: Tensor) -> None:
+        """Copy each row to all its places: ``out[b] = rows[source_B[b]]``. An implementation may read either table.
+
+        Args:
+            rows: (S, D), as in ``gather``.
+            source_B: int64 (B,), as in ``gather``. It may be negative if ``send_places`` made it.
+            member_B: int64, the places of each row, ordered by row.
+            cu_S: int64 (S+1,), where the places of each row begin in ``member_B``.
+            out: (B, D), as in ``gather``. Places of no row may hold anything.
+        """
+        self.gather(rows, source_B, out)
 
     @abstractmethod
     def expand(self, rows_SD: Tensor, index: SlotIndex, dtype: dtype) -> Tensor:

@@ -166,16 +166,15 @@ def as_words(rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     of 64 numbers become rows of 16 int64 numbers.
     """
     for word in _WORDS:
-        if all(_consists_of(tensor, word.itemsize) for tensor in (rows, out)):
+        if rows.itemsize <= word.itemsize and consists_of(rows, word.itemsize) and consists_of(out, word.itemsize):
             return rows.view(word), out.view(word)
     return rows, out
 
 
-def _consists_of(rows: Tensor, nbytes: int) -> bool:
+def consists_of(rows: Tensor, nbytes: int) -> bool:
     """Return whether every row is a whole number of aligned words of ``nbytes`` bytes."""
-    size = rows.element_size()
     counts = (rows.shape[1], rows.stride(0), rows.storage_offset())
-    return rows.stride(1) == 1 and size <= nbytes and all(count * size % nbytes == 0 for count in counts)
+    return rows.stride(1) == 1 and all(count * rows.itemsize % nbytes == 0 for count in counts)
 
 
 def row_blocks(out: Tensor) -> list[slice]:

@@ -214,7 +214,7 @@ def sum_bags_kernel(
 
 
 @torch.compiler.disable  # torch.compile can trace neither ``device_of`` nor Triton's interpreter
-def gather(rows: Tensor, source: Tensor, out: Tensor) -> None:
+def gather(rows: Tensor, out: Tensor, source: Tensor) -> None:
     """Launch ``gather_kernel``: rows (S, D), source int64 (n,), out (n, D)."""
     if out.numel():
         with torch.cuda.device_of(out):
@@ -224,7 +224,7 @@ def gather(rows: Tensor, source: Tensor, out: Tensor) -> None:
 
 
 @torch.compiler.disable
-def scatter(rows: Tensor, places: Tensor, edges: Tensor, padding: Tensor | None, out: Tensor) -> None:
+def scatter(rows: Tensor, out: Tensor, places: Tensor, edges: Tensor, padding: Tensor | None) -> None:
     """Launch ``scatter_kernel``: rows (S, D), places int64 (N,), edges int64 (S+1,), padding int64, out (R, D)."""
     num_rows, width = rows.shape
     programs = num_rows + (0 if padding is None else padding.shape[0])

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_dispatch._probing import Rejected, Usable, import_whole
 from moe_dispatch.permutation.base import Permutation
 from moe_dispatch.permutation.index import SlotIndex, accumulation_dtype
-from moe_dispatch.permutation.rows import as_words
+from moe_dispatch.permutation.rows import consists_of
 
 _OLDEST_CAPABILITY = (8, 0)  # older GPUs cannot compute with bfloat16, and our tests do not compile for them
 
@@ -38,7 +38,7 @@ class TritonPermutation(Permutation):
         tables = import_whole("moe_dispatch.permutation.triton_tables", "triton")
         self.merge_slots, self.valid_ids, self.count_owners = tables.merge_slots, tables.valid_ids, tables.count_owners
         self.group_slots, self.group_statically = tables.group_slots, tables.group_statically
-        self.send_places = tables.send_places
+        self.send_places, self.pack_slots = tables.send_places, tables.pack_slots
 
     @classmethod
     def probe(cls, device_type: str) -> Usable | Rejected:
@@ -59,14 +59,14 @@ class TritonPermutation(Permutation):
         return Usable(version=kernels.VERSION)
 
     def gather(self, rows: Tensor, source: Tensor, out: Tensor) -> None:
-        if rows.dtype == out.dtype:
-            rows, out = as_words(rows, out)
-        self._kernels.gather(rows, source, out)
+        self._kernels.gather(*_as_words(rows, out), source)
+
+    def scatter(self, rows: Tensor, source_B: Tensor, member_B: Tensor, cu_S: Tensor, out: Tensor) -> None:
+        self._kernels.scatter(*_as_words(rows, out), member_B, cu_S, None)
 
     def expand(self, rows_SD: Tensor, index: SlotIndex, dtype: torch.dtype) -> Tensor:
         out = torch.empty(index.num_grouped, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
-        rows, words = as_words(rows_SD, out) if rows_SD.dtype == dtype else (rows_SD, out)
-        self._kernels.scatter(rows, index.byrow_N, index.cu_S, index.padding, words)
+        self._kernels.scatter(*_as_words(rows_SD, out), index.byrow_N, index.cu_S, index.padding)
         return out
 
     def expand_weighted(
@@ -108,6 +108,17 @@ class TritonPermutation(Permutation):
 
     def sum_bags(self, rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
         self._kernels.sum_bags(rows, members_N, cu_S, weights_N, out)
+
+
+def _as_words(rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """View rows of one dtype as 16-bit words if their sizes and strides allow it.
+
+    Triton joins the accesses of a lane to 16 bytes if it knows that rows begin at multiples of 16 numbers. Packets
+    begin at multiples of 32 bytes.
+    """
+    if rows.dtype == out.dtype and consists_of(rows, 2) and consists_of(out, 2):
+        return rows.view(torch.int16), out.view(torch.int16)
+    return rows, out
 
 
 def _load() -> Any:

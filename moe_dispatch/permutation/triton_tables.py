@@ -199,63 +199,122 @@ def owners_kernel(ids, owners, counts, num_ids, slots, width, block: tl.constexp
     tl.atomic_add(counts + place, tl.full((block,), 1, tl.int64), mask=inside & (owner > 0))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_places"])
-def members_kernel(
-    ids, marks, slots, source, is_empty, member, num_rows, top_k, size, experts, num_places, block: tl.constexpr
-):
-    """Mark each pair of a row and a rank that owns one of its experts, ordered by row and again ordered by rank.
-
-    Also count the slots of each rank, and fill the tables with what stands where no pair is placed.
-    """
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    pairs = tl.full((), 1, tl.int64) * num_rows * size
-    inside, row, rank = at < pairs, at // size, at % size
-    found = tl.zeros((block,), tl.int64)
+@triton.jit
+def _pairs(ids, row, num_rows, row_stride, top_k, first, experts, size, targets: tl.constexpr, block: tl.constexpr):
+    """Return how many slots of each of ``block`` rows belong to each of ``targets`` ranks, int32 (block, targets)."""
+    target = tl.arange(0, targets)[None, :]
+    found = tl.zeros((block, targets), tl.int32)
     for k in range(top_k):
-        expert = tl.load(ids + row * top_k + k, mask=inside, other=-1)
-        found += ((expert >= 0) & (expert // experts == rank)).to(tl.int64)
-    mark = (found > 0).to(tl.int64)
-    tl.store(marks + at, mark, mask=inside)
-    tl.store(marks + pairs + rank * num_rows + row, mark, mask=inside)
-    tl.atomic_add(slots + rank, found, mask=inside & (found > 0))
-    tl.store(member + at, tl.zeros((block,), tl.int64), mask=inside)
-    tl.store(source + at, tl.zeros((block,), tl.int64), mask=at < num_places)
-    tl.store(is_empty + at, tl.full((block,), 1, tl.uint8), mask=at < num_places)
+        expert = tl.load(ids + row * row_stride + k, mask=row < num_rows, other=-1).to(tl.int64) - first
+        owner = tl.where((row < num_rows) & (expert >= 0), expert // experts, size)
+        found += ((owner[:, None] == target) & (target < size)).to(tl.int32)
+    return found
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "first"])
+def pairs_kernel(
+    ids, pairs, slots, num_rows, row_stride, top_k, first, experts, size, targets: tl.constexpr, block: tl.constexpr
+):
+    """Count, for each block of rows and each rank, the rows that have an expert there, and their slots there."""
+    row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    found = _pairs(ids, row, num_rows, row_stride, top_k, first, experts, size, targets, block)
+    to = tl.program_id(0).to(tl.int64) * targets + tl.arange(0, targets)
+    tl.store(pairs + to, tl.sum((found > 0).to(tl.int32), 0))
+    tl.store(slots + to, tl.sum(found, 0))
+
+
+@triton.jit(do_not_specialize=["num_rows", "first", "num_blocks", "pair_rows"])
 def places_kernel(
-    marks,
-    sums,
+    ids,
+    pairs,
+    slots,
     source,
-    is_empty,
     member,
     cu,
     busiest,
+    slots_of,
     num_rows,
+    row_stride,
+    top_k,
+    first,
+    experts,
     size,
+    num_blocks,
     pair_rows,
-    ranks: tl.constexpr,
+    fixed: tl.constexpr,
+    targets: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Give each marked pair its place in the send buffer. ``sums`` are the inclusive sums of ``marks``."""
+    """Give each pair of a row and a rank its place among the packets, from the counts of ``pairs_kernel``.
+
+    With a fixed size, a rank has ``pair_rows`` places, and ``source`` gets -1 for those that stay empty.
+    """
+    row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    target, step = tl.arange(0, targets), tl.arange(0, 16)[:, None]
+    before, total = tl.zeros((targets,), tl.int64), tl.zeros((targets,), tl.int64)
+    of_slots = tl.zeros((targets,), tl.int64)
+    for begin in range(0, num_blocks, 16):
+        number = begin + step
+        at, inside = number * targets + target[None, :], number < num_blocks
+        count = tl.load(pairs + at, mask=inside, other=0).to(tl.int64)
+        total += tl.sum(count, 0)
+        before += tl.sum(tl.where(number < tl.program_id(0), count, 0), 0)
+        if fixed:
+            of_slots += tl.sum(tl.load(slots + at, mask=inside, other=0).to(tl.int64), 0)
+    if fixed:
+        begins = target.to(tl.int64) * pair_rows
+        empty = (row[:, None] >= total[None, :]) & (row[:, None] < pair_rows) & (target[None, :] < size)
+        tl.store(source + begins[None, :] + row[:, None], tl.full((block, targets), -1, tl.int64), mask=empty)
+    else:
+        begins = tl.cumsum(total, 0) - total
+    marked = _pairs(ids, row, num_rows, row_stride, top_k, first, experts, size, targets, block) > 0
+    mark = marked.to(tl.int64)
+    place = begins[None, :] + before[None, :] + tl.cumsum(mark, 0) - mark
+    tl.store(source + place, tl.broadcast_to(row[:, None], (block, targets)), mask=marked)
+    of_row = tl.sum(mark, 1)
+    edge = tl.sum(before) + tl.cumsum(of_row, 0) - of_row
+    tl.store(member + edge[:, None] + tl.cumsum(mark, 1) - mark, place, mask=marked)
+    tl.store(cu + row, edge, mask=row <= num_rows)
+    if fixed:
+        tl.store(busiest, tl.max(total, 0), mask=tl.program_id(0) == 0)
+        tl.store(slots_of + target, of_slots, mask=(target < size) & (tl.program_id(0) == 0))
+
+
+@triton.jit(do_not_specialize=["num_places", "pair_rows"])
+def slots_kernel(
+    weights,
+    ids,
+    source,
+    notes,
+    out_weights,
+    out_ids,
+    out_notes,
+    num_places,
+    pair_rows,
+    top_k,
+    weights_stride,
+    ids_stride,
+    notes_stride,
+    columns: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write the weights and ids of row ``source[i]`` to packet i, ids of -1 where the source is negative.
+
+    With ``notes``, the first of each ``pair_rows`` packets gets one of them.
+    """
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    pairs = tl.full((), 1, tl.int64) * num_rows * size
-    inside, row, rank = at < pairs, at // size, at % size
-    marked = inside & (tl.load(marks + at, mask=inside, other=0) > 0)
-    by_rank = sums + pairs  # its entry -1 is the number of all marks
-    begin = tl.load(by_rank + rank * num_rows - 1, mask=marked, other=0)
-    place = rank * pair_rows + tl.load(by_rank + rank * num_rows + row, mask=marked, other=0) - begin - 1
-    tl.store(source + place, row, mask=marked)
-    tl.store(is_empty + place, tl.zeros((block,), tl.uint8), mask=marked)
-    tl.store(member + tl.load(sums + at, mask=marked, other=1) - 1, place, mask=marked)
-    before = tl.load(sums + at * size - 1, mask=(at > 0) & (at <= num_rows), other=0)
-    tl.store(cu + at, before, mask=at <= num_rows)
-    if tl.program_id(0) == 0:
-        one = tl.arange(0, ranks).to(tl.int64)
-        exists = (one < size) & (num_rows > 0)
-        end = tl.load(by_rank + (one + 1) * num_rows - 1, mask=exists, other=0)
-        tl.store(busiest, tl.max(end - tl.load(by_rank + one * num_rows - 1, mask=exists, other=0), 0))
+    row = tl.load(source + at, mask=at < num_places, other=-1)
+    column = tl.arange(0, columns)[None, :]
+    inside = (at[:, None] < num_places) & (column < top_k)
+    exists = inside & (row[:, None] >= 0)
+    weight = tl.load(weights + row[:, None] * top_k + column, mask=exists, other=0)
+    tl.store(out_weights + at[:, None] * weights_stride + column, weight, mask=inside)
+    expert = tl.load(ids + row[:, None] * top_k + column, mask=exists, other=-1)
+    tl.store(out_ids + at[:, None] * ids_stride + column, expert.to(out_ids.dtype.element_ty), mask=inside)
+    if notes is not None:
+        first = (at < num_places) & (at % pair_rows == 0)
+        note = tl.load(notes + at // pair_rows, mask=first, other=0)
+        tl.store(out_notes + at * notes_stride, note.to(tl.int32), mask=first)
 
 
 def group_slots(
@@ -429,35 +488,78 @@ def count_owners(
     return owners, counts
 
 
-def send_places(ids_TK: Tensor, num_local_experts: int, size: int, pair_rows: int) -> tuple[Tensor, ...]:
-    """Give each pair of a row and a destination rank a place in the send buffer, where there is room for every pair.
+def send_places(
+    ids_TK: Tensor, experts: int, size: int, *, first: int = 0, pair_rows: int | None = None
+) -> tuple[Tensor, ...]:
+    """Give each pair of a row and a rank that owns one of its experts a place among the packets.
 
     Args:
-        ids_TK: int64 (T, K), global expert ids; -1 for no expert.
-        num_local_experts: L, the number of experts of each rank.
-        size: Number of ranks.
-        pair_rows: Number of places for each destination rank, at least T.
+        ids_TK: Integer (T, K), expert ids; -1 for no expert. Rows may be strided.
+        experts: Number of experts of each rank.
+        size: P, the number of ranks.
+        first: Number of the first expert of the first rank. Experts before it, and behind those of the last rank, are
+            ignored.
+        pair_rows: Number of places for each rank, at least T; None for as many as its rows need.
 
     Returns:
-        The fields of a ``SendTable``, in their order; and int64 (size,), the number of slots of each rank.
+        ``source_B``, ``member_B`` and ``cu_T`` of a ``Leg``; with ``pair_rows`` also the most rows of a rank, int64 (),
+        and the number of slots of each rank, int64 (P,). ``source_B`` is -1 in places that stay empty. Without
+        ``pair_rows``, the first two are as long as if all slots of a row had experts on different ranks.
 
-    Cost: a scan and three launches.
+    Cost: two launches.
     """
-    ids, (num_rows, top_k) = ids_TK.contiguous(), ids_TK.shape
-    pairs, num_places = num_rows * size, size * pair_rows
-    slots, marks = torch.zeros(size, dtype=torch.int64, device=ids.device), ids.new_empty(2 * pairs)
-    source_B, member_N = ids.new_empty(num_places), ids.new_empty(pairs)
-    cu_T, busiest = ids.new_empty(num_rows + 1), ids.new_empty(())
-    is_empty = torch.empty(num_places, dtype=torch.uint8, device=ids.device)
-    with torch.cuda.device_of(ids):
-        members_kernel[(triton.cdiv(max(pairs, num_places), _BLOCK),)](
-            *(ids, marks, slots, source_B, is_empty, member_N, num_rows, top_k, size, num_local_experts, num_places),
-            **_OPTIONS,
+    (num_rows, top_k), new = ids_TK.shape, partial(torch.empty, dtype=torch.int64, device=ids_TK.device)
+    targets, fixed = triton.next_power_of_2(size), pair_rows is not None
+    block = min(128, max(16, 4096 // targets))
+    num_blocks = triton.cdiv(max(num_rows + 1, pair_rows or 0), block)
+    pairs, slots = torch.empty(2, num_blocks, targets, dtype=torch.int32, device=ids_TK.device).unbind()
+    source_B = new(num_rows * min(size, top_k) if pair_rows is None else size * pair_rows)
+    member_B, cu_T = new(num_rows * (size if fixed else min(size, top_k))), new(num_rows + 1)
+    busiest, slots_P = (new(()), new(size)) if fixed else (None, None)
+    shapes: Any = {"targets": targets, "block": block, "num_warps": 4, "enable_fp_fusion": False}
+    given = (num_rows, ids_TK.stride(0), top_k, first, experts, size)
+    assert ids_TK.stride(1) == 1 or top_k == 1
+    with torch.cuda.device_of(ids_TK):
+        pairs_kernel[(num_blocks,)](ids_TK, pairs, slots, *given, **shapes)
+        places_kernel[(num_blocks,)](
+            *(ids_TK, pairs, slots, source_B, member_B, cu_T, busiest, slots_P, *given, num_blocks, pair_rows or 0),
+            fixed=fixed,
+            **shapes,
         )
-        sums = marks.cumsum(0)
-        places_kernel[(triton.cdiv(max(pairs, num_rows + 1), _BLOCK),)](
-            *(marks, sums, source_B, is_empty, member_N, cu_T, busiest, num_rows, size, pair_rows),
-            ranks=triton.next_power_of_2(size),
-            **_OPTIONS,
-        )
-    return source_B, is_empty.view(torch.bool), member_N, cu_T, busiest, slots
+    found = source_B, member_B, cu_T
+    return (*found, busiest, slots_P) if busiest is not None and slots_P is not None else found
+
+
+def pack_slots(
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    source_B: Tensor,
+    out_BK: tuple[Tensor, Tensor],
+    notes: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Write weights and ids into packets.
+
+    Args:
+        weights_TK: Weights of the rows.
+        ids_TK: int64, expert ids of the rows.
+        source_B: int64, the row of each packet; negative for a packet without one, which gets ids of -1.
+        out_BK: Strided views of the weights and of the ids in the packets.
+        notes: A note for each of P ranks, int64 (P,); and a strided view of the notes in the packets, int32 (B, 1). The
+            first packet of each rank gets one. None if there are no notes.
+
+    Cost: one launch.
+    """
+    (num_places, top_k), (of_notes, out_notes) = out_BK[0].shape, notes or (None, None)
+    columns = triton.next_power_of_2(top_k)
+    block = max(1, _BLOCK // columns)
+    if num_places:
+        with torch.cuda.device_of(ids_TK):
+            slots_kernel[(triton.cdiv(num_places, block),)](
+                *(weights_TK.contiguous(), ids_TK.contiguous(), source_B, of_notes, *out_BK, out_notes, num_places),
+                *(1 if of_notes is None else num_places // len(of_notes), top_k, *(out.stride(0) for out in out_BK)),
+                0 if out_notes is None else out_notes.stride(0),
+                columns=columns,
+                block=block,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )

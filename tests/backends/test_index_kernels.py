@@ -14,7 +14,9 @@ from torch import Tensor
 
 from moe_dispatch.backends.alltoall.backend import rank_members
 from moe_dispatch.backends.alltoall.fixed import SendTable, send_table
+from moe_dispatch.backends.wire import packet_format, row_format
 from moe_dispatch.permutation import SlotIndex, TorchPermutation, choose_permutation
+from moe_dispatch.permutation.triton_rows import TritonPermutation
 from tests.backends.permutations import INTERPRETED
 
 tables = TorchPermutation()
@@ -153,9 +155,54 @@ def test_gives_rows_their_places_as_torch_does(shape: tuple[int, int, int, int, 
     else:
         places, none = torch.zeros(size * pair_rows, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         one = torch.zeros(1, dtype=torch.int64)
-        expected = SendTable(source_B=places, is_empty_B=places == 0, member_N=none, cu_T=one, busiest=one[0])
-    *found, slots_P = kernels.send_places(ids_TK, experts, size, pair_rows)
+        expected = SendTable(source_B=places - 1, member_N=none, cu_T=one, busiest=one[0])
+    *found, slots_P = kernels.send_places(ids_TK, experts, size, pair_rows=pair_rows)
+    found[1][int(found[2][-1]) :] = 0  # behind the last edge, entries may be anything
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs)
     assert torch.equal(slots_P, counts.view(-1, experts)[1:].sum(1))
+
+
+# Rows, slots of a row, experts of a rank, ranks, and the first expert. Ids before and behind those of the ranks.
+@pytest.mark.parametrize("shape", [(0, 2, 3, 2, 0), (5, 3, 2, 1, 4), (7, 3, 4, 3, 2), (700, 2, 2, 4, 1)], ids=str)
+def test_gives_exactly_the_rows_their_places(shape: tuple[int, int, int, int, int], kernels: Any) -> None:
+    rows, top_k, experts, size, first = shape
+    generator = torch.Generator().manual_seed(rows)
+    wide = torch.randint(-1, first + experts * size + 3, (rows, top_k + 5), generator=generator).to(torch.int16)
+    ids_TK = wide[:, :top_k]  # as in packets, with a stride
+    source_B, member_B, cu_T = kernels.send_places(ids_TK, experts, size, first=first)
+    owners = [[(int(expert) - first) // experts for expert in row] for row in ids_TK.tolist()]
+    pairs = [(rank, row) for rank in range(size) for row in range(rows) if rank in owners[row]]
+    by_row = sorted(range(len(pairs)), key=lambda at: pairs[at][1])
+    assert source_B[: len(pairs)].tolist() == [row for _, row in pairs]
+    assert member_B[: len(pairs)].tolist() == by_row
+    assert cu_T.tolist() == [sum(row < end for _, row in pairs) for end in range(rows + 1)]
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int16, torch.int32])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+@pytest.mark.parametrize("noted", [False, True])
+def test_packets_hold_slots_of_their_rows(
+    noted: bool, top_k: int, weight_dtype: torch.dtype, id_dtype: torch.dtype, kernels: Any
+) -> None:
+    row = row_format(torch.bfloat16, 5)
+    form = packet_format(row, top_k, weight_dtype, id_dtype, note=noted)
+    rows, weights = torch.randn(300, 5).bfloat16(), torch.rand(300, top_k, dtype=weight_dtype)
+    ids, notes_P = torch.randint(-1, 40, (300, top_k)), torch.tensor([5, 6]) if noted else None
+    source_B = torch.randint(-1, 300, (400,))
+    by_row = source_B.sort(stable=True)
+    edges = torch.searchsorted(by_row.values, torch.arange(301)) - (empty := int((source_B < 0).sum()))
+    out = torch.full((400, form.stride), 99, dtype=torch.uint8)
+    tables_B = source_B, by_row.indices[empty:], edges
+    form.scatter(TritonPermutation(), rows, (weights, ids), tables_B, out, notes_P)
+    used = source_B >= 0
+    found_rows, found_weights, found_ids = form.unpack(out)
+    assert isinstance(found_rows, Tensor)
+    assert torch.equal(found_rows[used], rows[source_B[used]])
+    assert torch.equal(found_weights[used], weights[source_B[used]])
+    assert torch.equal(found_ids[used], ids[source_B[used]].to(id_dtype))
+    assert (found_ids[~used] == -1).all()
+    assert not noted or form.notes(out)[::200, 0].tolist() == [5, 6]
+    assert (out[~used, : row.nbytes] == 99).all()  # places that stay empty are not written

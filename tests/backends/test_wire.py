@@ -95,7 +95,9 @@ def test_packets_hold_row_weights_and_ids_apart(
     assert torch.equal(form.weights(packets), weights)
     assert torch.equal(form.ids(packets).long(), ids)
     payload = row.nbytes + top_k * (weight_dtype.itemsize + id_dtype_for(num_experts).itemsize) + 4 * note
-    assert payload <= form.stride < payload + 16
+    multiple = max(32, 16 * row.numbers.itemsize)
+    assert form.stride % multiple == 0
+    assert payload <= form.stride < payload + 16 + multiple
 
 
 @pytest.mark.parametrize(("count", "strides"), [(6, (1, 2)), (1, (7, 5))])

@@ -81,7 +81,7 @@ def empty_places_sent(patch: Patch) -> None:
 
     def unmarked(send_table: Any, *args: Any, **named: Any) -> Any:
         table = send_table(*args, **named)
-        return table._replace(is_empty_B=torch.zeros_like(table.is_empty_B))
+        return table._replace(source_B=table.source_B.clamp(min=0))
 
     around(patch, "send_table", unmarked, fixed)
 

@@ -46,7 +46,7 @@ class Leg:
         rows_in: Number of rows that come from each rank.
         suffix: Text behind the labels of the collectives.
         source_B: int64 (B,), the row of this rank that each sent row is a copy of. Sent rows are ordered by
-            destination rank, then by row.
+            destination rank, then by row. Kernels write -1 for the places of graph-safe mode that stay empty.
         member_B: int64 (B,), the numbers of the sent rows, ordered by the row that they are copies of. In graph-safe
             mode it is longer, and entries from ``cu_T[-1]`` on may be anything.
         cu_T: int64 (T+1,), where the copies of each row begin in ``member_B``.
@@ -59,6 +59,11 @@ class Leg:
     source_B: Tensor
     member_B: Tensor
     cu_T: Tensor
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The tables of ``Permutation.scatter``."""
+        return self.source_B, self.member_B, self.cu_T
 
     def add_up(self, packets: Tensor, form: PacketFormat, out: Tensor, values: Tensor | None, *, label: str) -> None:
         """Send one packet back for each row that arrived, and sum the packets that come back by row.
@@ -97,10 +102,19 @@ class AllToAllRoute(RankMajorRoute):
 
     @final
     def spread(self, rows_TD: Tensor, wire: str | None, *, label: str) -> Tensor | Encoded:
-        row = row_format(rows_TD.dtype, rows_TD.shape[1], wire)
-        packets = row.encoded(rows_TD)
+        row, context = row_format(rows_TD.dtype, rows_TD.shape[1], wire), self.context
+        permutation = context.permutations[type(rows_TD), rows_TD.device.type]
+        packets = row.encoded(rows_TD) if permutation.send_places is None else None
         for leg in self.legs:
-            packets = exchange(self.context, packets, leg.source_B, leg.rows_out, leg.rows_in, label + leg.suffix)
+            outgoing = context.workspace.lend(leg.source_B.shape[0], row.nbytes, device=rows_TD.device)
+            if packets is None:
+                row.scatter(permutation, rows_TD, leg.tables, outgoing)
+            elif permutation.send_places is None:
+                permutation.gather(packets, leg.source_B, outgoing)
+            else:
+                permutation.scatter(packets, *leg.tables, outgoing)
+            packets = exchange(context, outgoing, leg.rows_out, leg.rows_in, label + leg.suffix)
+        assert packets is not None
         return row.decode(packets)
 
     def collect(
@@ -151,19 +165,22 @@ class Started:
 class AllToAll(Backend):
     """The backend over ``torch.distributed`` all-to-all, with one level.
 
-    While counts travel, rows are packed, and on the CPU they are also ordered by destination. While rows travel, the
-    order in which they will be summed is computed by a sort.
+    With operators of torch, rows are packed while counts travel, and on the CPU they are also ordered by destination.
+    While rows travel, the order in which they will be summed is computed by a sort. Kernels give rows their places
+    while counts travel, and then write each row to all its packets.
 
     Cost: one host sync and two collectives (counts, data) per dispatch; one collective per combine, and one per
     backward of either. Each distinct pair of a row and another rank takes these bytes: in dispatch, the row and 6 bytes
     per top_k slot (a float32 weight and an int16 id); in combine and its backward, the row; in the backward of
-    dispatch, the row, and 4 bytes per slot for the gradient of the weights.
+    dispatch, the row, and 4 bytes per slot for the gradient of the weights. A row with slots is rounded up to a
+    multiple of 32 bytes, and of 16 of its numbers.
 
     Source: sending a row once per rank, as in DeepEP's normal mode (v1.2.1).
 
     Attributes:
         width: Number of columns of the table of counts.
         rows_at: Column of the numbers of rows that go to each rank.
+        targets: Number of experts of each target of a row, and the number of targets: ranks, or nodes with two levels.
     """
 
     def __init__(self, context: BackendContext) -> None:
@@ -171,6 +188,7 @@ class AllToAll(Backend):
         self.num_experts = self.rows_at = context.shape.num_local_experts
         self.width = self.num_experts + 1
         self.first_expert = context.communicator.rank * self.num_experts
+        self.targets = self.num_experts, context.shape.ep_size
 
     def members(self, owner_TK: Tensor, to_ranks: Tensor) -> Tensor:
         """Write the numbers of rows to the table of counts, and return which rows go to which of the targets.
@@ -204,10 +222,14 @@ class AllToAll(Backend):
         if mark is not None:  # -1 makes the number of rows negative
             to_ranks.select(1, experts).add_(mark, alpha=MARK)
         work = comm.all_to_all(from_ranks, to_ranks, [1] * size, [1] * size, label="counts")
-        form = dispatch_format(context.shape, rows_TD.dtype, weights_TK.dtype)
-        packets, in_order = form.pack(rows_TD, weights_TK, ids_TK), None
-        if packets.is_cpu:  # order the rows while the counts travel; a GPU learns the number of rows with the counts
-            in_order = ordered(context, packets, members)
+        form, send_places = dispatch_format(context.shape, rows_TD.dtype, weights_TK.dtype), permutation.send_places
+        packets = in_order = places = None
+        if send_places is not None:
+            places = send_places(ids_TK, *self.targets)
+        else:
+            packets = form.pack(rows_TD, weights_TK, ids_TK)
+            if packets.is_cpu:  # order the rows while the counts travel; a GPU learns their number with the counts
+                in_order = ordered(context, packets, members)
         work.wait()
         torch.sum(from_ranks, 0, out=counts[:width])
         host, marks = read_host(counts), []
@@ -219,8 +241,14 @@ class AllToAll(Backend):
             raise PeerError(f"Backend 'alltoall': the calls of all ranks must have one mark, got {marks} by rank.")
         rows = host[self.rows_at :: width]
         rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]
-        source_B, outgoing = in_order or ordered(context, packets, members, sum(rows_out))
-        leg, received, work = start_rows(context, source_B, outgoing, rows_TD.shape[0], rows_out, rows_in)
+        if places is not None:
+            by_kernels, outgoing = lend_packets(context, places, form.stride, sum(rows_out))
+            form.scatter(permutation, rows_TD, (weights_TK, ids_TK), by_kernels, outgoing)
+            tables: tuple[Tensor, ...] = by_kernels
+        else:
+            assert packets is not None
+            tables, outgoing = in_order or ordered(context, packets, members, sum(rows_out))
+        leg, received, work = start_rows(context, tables, outgoing, rows_TD.shape[0], rows_out, rows_in)
         return Started(
             leg=leg,
             work=work,
@@ -264,31 +292,39 @@ class AllToAll(Backend):
 
 def ordered(
     context: BackendContext, packets: Tensor, members_PT: Tensor, count: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the rows to send in order of their destinations, int64 (B,), and their packets.
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the rows to send in order of their destinations, int64 (B,) in a tuple, and their packets.
 
     ``count`` is not used on the CPU, where the rows are found without it.
     """
     source_B = true_positions(members_PT, count).select(1, 1).contiguous()
     outgoing = context.workspace.lend(source_B.shape[0], packets.shape[1], device=packets.device)
     context.permutations[type(packets), packets.device.type].gather(packets, source_B, outgoing)
-    return source_B, outgoing
+    return (source_B,), outgoing
+
+
+def lend_packets(
+    context: BackendContext, places: tuple[Tensor, ...], stride: int, count: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Cut the tables of ``send_places`` to ``count`` rows. Return them, and memory for the packets."""
+    source_B, member_B, cu_T = places
+    return (source_B[:count], member_B[:count], cu_T), context.workspace.lend(count, stride, device=source_B.device)
 
 
 def start_rows(
     context: BackendContext,
-    source_B: Tensor,
+    tables: tuple[Tensor, ...],
     outgoing: Tensor,
     num_rows: int,
     rows_out: Sequence[int],
     rows_in: Sequence[int],
     suffix: str = "",
 ) -> tuple[Leg, Tensor, Work]:
-    """Start to send packets; while they travel, compute the order of the sums that will come back.
+    """Start to send packets. While they travel, compute the order of the sums that will come back if it is not known.
 
     Args:
         context: Context of the backend.
-        source_B: The row of each packet, as in ``Leg``.
+        tables: ``source_B``, ``member_B`` and ``cu_T`` of the leg, or ``source_B`` alone.
         outgoing: The packets, in the order of ``source_B``.
         num_rows: T.
         rows_out: As in ``Leg``.
@@ -300,26 +336,28 @@ def start_rows(
     """
     received = context.workspace.lend(sum(rows_in), outgoing.shape[1], device=outgoing.device)
     work = context.communicator.all_to_all(received, outgoing, rows_in, rows_out, label=f"dispatch{suffix}")
-    by_row = source_B.sort(stable=True)
+    source_B, *by_row = tables
+    if not by_row:
+        order = source_B.sort(stable=True)
+        edges = torch.arange(num_rows + 1, device=source_B.device)
+        by_row = [order.indices, torch.searchsorted(order.values, edges)]
     leg = Leg(
         context=context,
         rows_out=rows_out,
         rows_in=rows_in,
         suffix=suffix,
         source_B=source_B,
-        member_B=by_row.indices,
-        cu_T=torch.searchsorted(by_row.values, torch.arange(num_rows + 1, device=source_B.device)),
+        member_B=by_row[0],
+        cu_T=by_row[1],
     )
     return leg, received, work
 
 
 def exchange(
-    context: BackendContext, rows: Tensor, source: Tensor, rows_out: Sequence[int], rows_in: Sequence[int], label: str
+    context: BackendContext, outgoing: Tensor, rows_out: Sequence[int], rows_in: Sequence[int], label: str
 ) -> Tensor:
-    """Send ``rows[source]``, uint8. Return the rows that arrive, in memory of the workspace."""
-    received = context.workspace.lend(sum(rows_in), rows.shape[1], device=rows.device)
-    outgoing = context.workspace.lend(source.shape[0], rows.shape[1], device=rows.device)
-    context.permutations[type(rows), rows.device.type].gather(rows, source, outgoing)
+    """Send rows, uint8. Return the rows that arrive, in memory of the workspace."""
+    received = context.workspace.lend(sum(rows_in), outgoing.shape[1], device=outgoing.device)
     context.communicator.all_to_all(received, outgoing, rows_in, rows_out, label=label).wait()
     return received
 

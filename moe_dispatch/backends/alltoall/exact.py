@@ -75,7 +75,9 @@ class ExactRoute(AllToAllRoute):
             row.encode(rows_RD, packets[:, : row.nbytes])
             form.weights(packets).copy_(values_R.unsqueeze(1))
         for leg, way in zip(reversed(self.legs), reversed(self.ways), strict=True):
-            packets = exchange(context, packets, slots.byrow_N, way.slots_in, way.slots_out, label + leg.suffix)
+            outgoing = context.workspace.lend(slots.byrow_N.shape[0], packets.shape[1], device=packets.device)
+            context.permutation_of(packets).gather(packets, slots.byrow_N, outgoing)
+            packets = exchange(context, outgoing, way.slots_in, way.slots_out, label + leg.suffix)
             slots = way.index
         out = context.workspace.lend(slots.num_rows, row.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
         weights_N = None if weights_R is None else slots.in_row_order(self.weights_TK)

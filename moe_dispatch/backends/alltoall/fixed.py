@@ -36,38 +36,43 @@ class FixedAllToAll(Backend):
             context.permutation_of(ids_TK),
             dispatch_format(shape, rows_TD.dtype, weights_TK.dtype, note=True),
         )
-        may_overflow = pair_rows < tokens_of(shape)
-        if permutation.send_places is None or may_overflow:
+        outgoing, received = (
+            context.workspace.lend(size * pair_rows, form.stride, device=rows_TD.device) for _ in range(2)
+        )
+        may_overflow, send_places = pair_rows < tokens_of(shape), permutation.send_places
+        if send_places is None or may_overflow:
             owner_TK, counts = permutation.count_owners(ids_TK, experts, experts, (1 + size) * experts, graph_safe=True)
             members_PT, slots_P = rank_members(owner_TK, size), counts.view(-1, experts)[1:].sum(1)
             table = send_table(members_PT, owner_TK, weights_TK, pair_rows, may_overflow=may_overflow)
         else:
-            *tables, slots_P = permutation.send_places(ids_TK, experts, size, pair_rows)
+            *tables, slots_P = send_places(ids_TK, experts, size, pair_rows=pair_rows)
             table = SendTable(*tables)
-        outgoing, received = (
-            context.workspace.lend(size * pair_rows, form.stride, device=rows_TD.device) for _ in range(2)
-        )
-        permutation.gather(form.pack(rows_TD, weights_TK, ids_TK), table.source_B, outgoing)
-        form.ids(outgoing).masked_fill_(table.is_empty_B.unsqueeze(1), -1)
-        form.notes(outgoing)[::pair_rows, 0] = slots_P
+        source_B, member_N, cu_T, busiest = table
+        if send_places is None:
+            is_empty_B1, source_B = (source_B < 0).unsqueeze(1), source_B.clamp(min=0)
+            permutation.gather(form.pack(rows_TD, weights_TK, ids_TK), source_B, outgoing)
+            form.ids(outgoing).masked_fill_(is_empty_B1, -1)
+            form.notes(outgoing)[::pair_rows, 0] = slots_P
+        else:
+            form.scatter(permutation, rows_TD, (weights_TK, ids_TK), (source_B, member_N, cu_T), outgoing, slots_P)
         rows = [pair_rows] * size
         work = context.communicator.all_to_all(received, outgoing, rows, rows, label="dispatch")
-        return table, outgoing, received, work, form, rows_TD.dtype, capacity
+        return self.leg(source_B, member_N, cu_T), busiest, outgoing, received, work, form, rows_TD.dtype, capacity
 
     def finish(self, started: Any) -> Arrived:
-        table, _, received, work, form, dtype, capacity = started
+        leg, busiest, _, received, work, form, dtype, capacity = started
         context = self.context
         work.wait()
         rows_SD, weights_SK, ids_SK = form.unpack(received)
         first_expert = context.communicator.rank * context.shape.num_local_experts
         index = context.group(ids_SK - first_expert, weights_SK, capacity)
         return arrive(
-            AllToAllRoute(context=context, legs=(self.leg(table.source_B, table.member_N, table.cu_T),), index=index),
+            AllToAllRoute(context=context, legs=(leg,), index=index),
             rows_SD,
             weights_SK,
             dtype,
             # Each sender has noted how many slots it had for this rank, those without room included.
-            demand=torch.stack([form.notes(received)[:: capacity.pair_rows, 0].sum(), table.busiest]),
+            demand=torch.stack([form.notes(received)[:: capacity.pair_rows, 0].sum(), busiest]),
         )
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
@@ -85,12 +90,10 @@ class SendTable(NamedTuple):
     """The rows in the B = P * pair_rows places of a send buffer. The first pair_rows places go to rank 0, and so on.
 
     For example, of two rows, row 0 goes to rank 1, and row 1 goes to ranks 0 and 1. With P = 2 and pair_rows = 2,
-    ``source_B`` is [1, 0, 0, 1], ``is_empty_B`` is [False, True, False, False], ``member_N`` is [2, 0, 3, 0] and
-    ``cu_T`` is [0, 1, 3].
+    ``source_B`` is [1, -1, 0, 1], ``member_N`` is [2, 0, 3, 0] and ``cu_T`` is [0, 1, 3].
 
     Attributes:
-        source_B: int64 (B,), the row in each place, ascending for each destination rank; 0 in empty places.
-        is_empty_B: bool (B,).
+        source_B: int64 (B,), the row in each place, ascending for each destination rank; -1 in empty places.
         member_N: int64 (P * T,), the used places, ordered by their row and then by place. Entries from ``cu_T[-1]`` on
             may be anything.
         cu_T: int64 (T+1,), where the places of each row begin in ``member_N``.
@@ -98,7 +101,6 @@ class SendTable(NamedTuple):
     """
 
     source_B: Tensor
-    is_empty_B: Tensor
     member_N: Tensor
     cu_T: Tensor
     busiest: Tensor
@@ -133,8 +135,7 @@ def send_table(
     source_B = source_B.index_copy_(0, at_PT.reshape(-1), row_PT.reshape(-1))[:nowhere]
     kept_TP = kept_PT.t()
     return SendTable(
-        source_B=source_B.clamp(min=0),
-        is_empty_B=source_B < 0,
+        source_B=source_B,
         member_N=front(at_PT.t().reshape(-1), kept_TP.reshape(-1)),
         cu_T=running_total(kept_TP.sum(1)),
         busiest=members_PT.sum(1).amax(),

@@ -27,6 +27,7 @@ from moe_dispatch.backends.alltoall.backend import (
     AllToAll,
     AllToAllRoute,
     Started,
+    lend_packets,
     ordered,
     rank_members,
     start_rows,
@@ -189,6 +190,7 @@ class TwoLevelAllToAll(AllToAll):
     def __init__(self, context: BackendContext, nodes: Nodes) -> None:
         super().__init__(context)
         self.nodes = nodes
+        self.targets = self.num_experts * nodes.ranks_per_node, nodes.num_nodes
         self.width += nodes.num_columns
         self.rows_at += 1
 
@@ -213,15 +215,23 @@ class TwoLevelAllToAll(AllToAll):
 
     def finish(self, started: Started) -> Arrived:
         """Send the packets on: this rank is a relay for the ranks of its node that need them."""
-        context, nodes, relayed = self.context, self.nodes, started.received
+        context, nodes, relayed, kept = self.context, self.nodes, started.received, started.kept
         started.work.wait()
-        owner_SK = nodes.neighbour_of(started.form.ids(relayed))
+        ids_SK, permutation = started.form.ids(relayed), context.permutation_of(relayed)
         rows_out, rows_in, slots = nodes.leg_within(started.host)
-        members_PS = rank_members(owner_SK, nodes.ranks_per_node)
-        source_B, outgoing = ordered(context, relayed, members_PS, sum(rows_out))
-        inner, received, work = start_rows(context, source_B, outgoing, len(relayed), rows_out, rows_in, WITHIN_NODE)
-        kept = started.kept
-        if nodes.exact:
+        owner_SK = nodes.neighbour_of(ids_SK) if permutation.send_places is None or nodes.exact else None
+        tables: tuple[Tensor, ...]
+        if permutation.send_places is not None:
+            first = nodes.neighbours.start * self.num_experts
+            places = permutation.send_places(ids_SK, self.num_experts, nodes.ranks_per_node, first=first)
+            tables, outgoing = lend_packets(context, places, relayed.shape[1], sum(rows_out))
+            permutation.scatter(relayed, *tables, outgoing)
+        else:
+            assert owner_SK is not None
+            members_PS = rank_members(owner_SK, nodes.ranks_per_node)
+            tables, outgoing = ordered(context, relayed, members_PS, sum(rows_out))
+        inner, received, work = start_rows(context, tables, outgoing, len(relayed), rows_out, rows_in, WITHIN_NODE)
+        if owner_SK is not None and nodes.exact:
             kept = (*kept, slot_way(slots, owner_SK, nodes.neighbours))
         return super().finish(replace(started, leg=inner, work=work, outgoing=outgoing, received=received, kept=kept))
 
