@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_dispatch import build_dispatcher
 from moe_dispatch.communication import Communicator, Work
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.permutation import round_up
 from moe_dispatch.types import Sizes
 
 LOCAL, SLOTS, HIDDEN, ROWS = 2, 4, 16, 32
@@ -63,7 +64,7 @@ def _send(ep_size: int) -> Cost:
         with cost:
             channel.backend.start(torch.zeros(ROWS, HIDDEN), ids_TK, torch.ones(ROWS, SLOTS), Sizes())
         sent = sum(len(set(row) - {0}) for row in (ids_TK // LOCAL).tolist())
-        assert channel.communicator.bytes_sent["dispatch"] == sent * (4 * HIDDEN + 6 * SLOTS)
+        assert channel.communicator.bytes_sent["dispatch"] == sent * round_up(4 * HIDDEN + 6 * SLOTS, 64)
         dispatcher.close()
     return cost
 

@@ -250,7 +250,7 @@ def test_rows_cross_once_for_each_rank_or_each_node() -> None:
     # 16 experts, one to a rank: 4 of a token's experts, of which each is on the other node as likely as not.
     other = 1 - (8 * 7 * 6 * 5) / (16 * 15 * 14 * 13)
     assert deepep["between_nodes"] == pytest.approx(4 * TOKENS * other * 512, rel=4e-3)
-    assert alltoall["between_nodes"] == pytest.approx(TOKENS * 2 * (512 + 24 + 512 + 512 + 528) + 8 * 8 * 2, rel=4e-3)
+    assert alltoall["between_nodes"] == pytest.approx(TOKENS * 2 * (544 + 512 + 512 + 544) + 8 * 8 * 2, rel=4e-3)
     assert allgather["between_nodes"] == pytest.approx(sum(of["expected"] for of in allgather["sent"].values()) / 15)
     assert [plan["between_nodes"] for plan in planned("alltoall,allgather")["backends"]] == [0, 0], "on one node"
 
