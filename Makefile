@@ -142,6 +142,7 @@ matrix: ## a part of the tests with each tested version of Python and torch; ARG
 	$(PYTHON) tests/matrix/run.py $(ARGS)
 
 check: $(DEV) ## formatting, lint and types
+	$(VENV)/bin/hadolint Dockerfile
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy

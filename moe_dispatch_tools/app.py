@@ -214,14 +214,9 @@ def plan_command(
     torch.set_num_threads(1)  # a second thread slows down many small operators
     model = read_model(config, layers=layers, dtype=dtype, changes=parse_changes(changes or ()))
     source, ranks = routing_of(routing, config, model, ep_size=ep, seed=seed)
-    found = forecast(
-        model,
-        source,
-        tokens=tokens,
-        ep_size=ranks,
-        nodes=nodes,
-        backends=planned_backends(model.config, backends),
-    )
+    planned = planned_backends(model.config, backends)
+    with console.progress("count the rows of dispatches"):
+        found = forecast(model, source, tokens=tokens, ep_size=ranks, nodes=nodes, backends=planned)
     if as_json:
         console.document(found)
     else:
@@ -316,5 +311,7 @@ def report_command(
     """  # noqa: D301
     from moe_dispatch_tools.report.command import write_report
 
-    console.line(str(write_report(source, out)))
+    with console.progress("draw the page"):
+        page = write_report(source, out)
+    console.line(str(page))
     return 0

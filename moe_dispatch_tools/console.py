@@ -38,20 +38,37 @@ def counted(number: int, one: str, many: str = "") -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], *, caption: str = "", text_columns: int = 1) -> None:
-    """Print a table without breaking its cells; a terminal breaks the lines of a table that is too wide for it.
+    """Print a table without breaking its cells. Columns for which a line has no room follow in a second table.
+
+    A terminal has its width, and a file 80 columns.
 
     Args:
-        headings: Heading of each column.
+        headings: Heading of each column, in one line or more.
         rows: Cells of each row. None is shown as "-".
         caption: Text below the table.
-        text_columns: Number of leading columns with text, aligned to the left. The others are numbers.
+        text_columns: Number of leading columns with text, aligned to the left. The others are numbers. Text columns
+            begin the second table too.
     """
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=escape(caption) or None, caption_justify="left")
-    for index, heading in enumerate(headings):
-        shown.add_column(heading, justify="left" if index < text_columns else "right", no_wrap=True)
-    for row in rows:
-        shown.add_row(*("-" if cell is None else escape(str(cell)) for cell in row))
-    Console(width=_UNLIMITED).print(shown, highlight=False, soft_wrap=True)
+    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    widths = [
+        max(map(len, (*heading.splitlines(), *(row[index] for row in cells)))) + 2
+        for index, heading in enumerate(headings)
+    ]
+    named = list(range(text_columns))
+    parts = [[*named]]
+    for index in range(text_columns, len(headings)):
+        if len(parts[-1]) > text_columns and sum(widths[column] for column in (*parts[-1], index)) >= Console().width:
+            parts.append([*named])
+        parts[-1].append(index)
+    for part in parts:
+        shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
+        for index in part:
+            shown.add_column(headings[index], justify="left" if index < text_columns else "right", no_wrap=True)
+        for row in cells:
+            shown.add_row(*(escape(row[index]) for index in part))
+        Console(width=_UNLIMITED).print(shown, highlight=False, soft_wrap=True)
+    if caption:
+        line(caption)
 
 
 def size(nbytes: float | None) -> str | None:

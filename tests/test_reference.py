@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,3 +60,19 @@ def test_constructors_of_pydantic_classes_list_their_fields() -> None:
         assert "Annotated" not in " ".join(str(parameter.annotation) for parameter in parameters)
         required = [parameter.name for parameter in parameters if parameter.default is None]
         assert required == ["self", *(name for name, field in model.model_fields.items() if field.is_required())]
+
+
+def test_every_name_has_a_page_of_its_own() -> None:
+    for package in ("griffe", "mkdocs"):
+        pytest.importorskip(package, reason="the packages of the docs extra are not installed")
+    spec = importlib.util.spec_from_file_location("reference_pages", ROOT / "docs" / "reference_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    listed = hook.on_page_markdown(PAGE, page=SimpleNamespace(file=SimpleNamespace(src_uri="reference.md")))
+    for module, names in ON_PAGE.items():
+        for name in names:
+            assert f"- [`{name}`](reference/{module}.{name}.md)" in listed
+    assert "moe_dispatch.Dispatcher.md): Send a model" in listed, "the first sentence of its docstring"
+    assert hook.on_page_markdown(PAGE, page=SimpleNamespace(file=SimpleNamespace(src_uri="cli.md"))) == PAGE

@@ -67,7 +67,7 @@ def _show_backends(found: dict[str, Any]) -> None:
     if usable:
         note = " * Rows only: the library sends more beside them." * any(one["payload_only"] for one in usable)
         console.table(
-            ["sent by a rank", "rows in", "forward", "backward", "step", "max step", "to other nodes"],
+            ["sent by a rank", "rows in", "forward", "backward", "step", "max step", "to other\nnodes"],
             rows,
             caption=f"Mean of one micro-batch in {counted(found['model']['layers'], 'layer')}.{note}",
             text_columns=2,
@@ -89,7 +89,7 @@ def _show_backends(found: dict[str, Any]) -> None:
                 "max of a dispatch, a rank",
                 "rows",
                 "padding",
-                "sequence multiple",
+                "sequence\nmultiple",
                 *(f"size of {one}" for one in purposes),
             ],
             rows,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import socket
@@ -45,6 +46,15 @@ def start(*arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
     )
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """The config of a model of transformers."""
+    sizes = {"num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 256, "num_hidden_layers": 4}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "qwen3_moe", "torch_dtype": "bfloat16", **sizes}))
+    return str(path)
+
+
 def test_version_and_help(command: Command) -> None:
     assert re.match(rf"moe-dispatch {re.escape(__version__)}, Python [\d.]+, torch \d", command("--version").out)
     answer = command("--help")
@@ -55,6 +65,33 @@ def test_version_and_help(command: Command) -> None:
         examples = re.findall(rf"^ *(moe-dispatch {name}.*)$", command(name, "--help").out, re.MULTILINE)
         assert len(examples) >= 3
         assert all(example.count("moe-dispatch") == 1 for example in examples), "one a line"
+
+
+def test_tables_fit_a_line_and_name_their_rows_again(
+    command: Command, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    out = command("plan", model, "--tokens", "64").out
+    rows = [line for line in out.splitlines() if line.startswith(" ")]
+    assert max(map(len, rows)) <= 60
+    assert sum(line.startswith(" allgather ") for line in rows) == 3, "what is sent in two tables, and sizes"
+    assert all(word in out for word in ("forward", "backward", "max step", "other"))
+
+
+def test_command_that_takes_time_says_so_on_a_terminal(model: str) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.run(
+        [sys.executable, "-m", "moe_dispatch_tools", "plan", model, "--tokens", "64", "-b", "alltoall"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"},
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        check=True,
+        timeout=100,
+    )
+    os.close(theirs)
+    assert "count the rows" in os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert b"count the rows" not in process.stdout
 
 
 @pytest.mark.usefixtures("third_party")
