@@ -16,7 +16,15 @@ from torch import Tensor
 
 from moe_dispatch.backends.wire import WireFormat
 from moe_dispatch.errors import ConfigError, did_you_mean
-from moe_dispatch.quantised.rows import QuantisedDispatched, QuantisedRows, widen, with_form
+from moe_dispatch.quantised.rows import (
+    QuantisedDispatched,
+    QuantisedRows,
+    as_bytes,
+    kernels_for,
+    load_kernels,
+    widen,
+    with_form,
+)
 
 if TYPE_CHECKING:
     from moe_dispatch.permutation import Permutation, SlotIndex
@@ -141,8 +149,18 @@ class Quantised(NamedTuple):
     ) -> Tensor | Quantised:
         """Copy the rows to their experts. The padding of quantised rows has values of 0 and scales of 1.
 
-        Cost: for rows as they travelled, one pass over their values and one over their scales.
+        Cost: one launch with kernels. With operators of torch, for rows as they travelled, one pass over their values
+        and one over their scales.
         """
+        if permutation.name == "triton":
+            codes, scales = as_bytes(self)
+            grouped = codes.new_empty(index.num_grouped, codes.shape[1], dtype=torch.uint8 if as_sent else dtype)
+            of_grouped = scales.new_empty(index.num_grouped, scales.shape[1]) if as_sent else None
+            tables = index.byrow_N, index.cu_S, index.padding
+            load_kernels().expand(codes, scales, grouped, of_grouped, *tables)
+            if of_grouped is None:
+                return grouped
+            return Quantised(grouped.view(self.values.dtype), of_grouped.view(self.scales.dtype))
         if not as_sent:
             return permutation.expand(widen(self, dtype), index, dtype)
         values, scales = (permutation.expand(part.view(torch.uint8), index, torch.uint8) for part in self)
@@ -150,7 +168,7 @@ class Quantised(NamedTuple):
         if index.filled_R is not None:
             found.scale_by_one(index.filled_R < 0)
         elif index.padding is not None:
-            scales, one = found._settable_scales()
+            scales, one = found._scales_and_one()
             scales.index_fill_(0, index.padding, one)
         return found
 
@@ -190,13 +208,13 @@ class Quantised(NamedTuple):
 
     def scale_by_one(self, is_padding_R: Tensor) -> None:
         """Set the scales of some rows to 1, in place."""
-        scales, one = self._settable_scales()
+        scales, one = self._scales_and_one()
         scales.masked_fill_(is_padding_R.unsqueeze(1), one)
 
-    def _settable_scales(self) -> tuple[Tensor, int]:
+    def _scales_and_one(self) -> tuple[Tensor, int]:
         """Return the scales in a dtype that torch can write to, and the number that stands for 1 in it."""
-        is_e8m0 = self.scales.dtype == torch.float8_e8m0fnu
-        return (self.scales.view(torch.uint8), 127) if is_e8m0 else (self.scales, 1)
+        _, scales = as_bytes(self)
+        return scales, 127 if scales.dtype == torch.uint8 else 1
 
 
 def quantise(rows_TD: Tensor, form: type[ScaledFormat]) -> Quantised:
@@ -209,7 +227,14 @@ def quantise(rows_TD: Tensor, form: type[ScaledFormat]) -> Quantised:
 
 
 def quantise_into(rows_TD: Tensor, form: type[ScaledFormat], out: Quantised) -> None:
-    """Quantise rows as ``quantise`` does, and write to tensors of any row stride."""
+    """Quantise rows as ``quantise`` does, and write to tensors of any row stride.
+
+    Cost: one launch on a GPU with Triton. Without it, torch multiplies by the inverse of 448 on a GPU, so that the last
+    bit of a float32 scale may differ.
+    """
+    if (kernels := kernels_for(rows_TD)) is not None:
+        kernels.quantise(rows_TD, *as_bytes(out))
+        return
     count, hidden = rows_TD.shape
     step = max(1, _AT_A_TIME // hidden) if rows_TD.is_cpu else max(1, count)
     for begin in range(0, count, step):

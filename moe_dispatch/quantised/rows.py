@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
+from moe_dispatch._probing import import_whole
 from moe_dispatch.errors import InputError
+from moe_dispatch.permutation import choose_permutation
 from moe_dispatch.types import Dispatched
 
 
@@ -120,9 +123,38 @@ class QuantisedDispatched(Dispatched):
             object.__setattr__(self, "_in_graph" if each.name == "rows" else each.name, value)
 
 
-def widen(rows: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return quantised rows, values and scales, in ``dtype``. Products are computed in float32."""
+@cache
+def load_kernels() -> Any:
+    """Return the module of the kernels, which needs Triton."""
+    return import_whole("moe_dispatch.quantised.triton_codes", "triton")
+
+
+def kernels_for(rows: Tensor) -> Any:
+    """Return the module of the kernels if they can read these rows; None if operators of torch do their work.
+
+    They can on a GPU for which ``permutation="auto"`` is "triton". ``torch.compile`` traces operators of torch only.
+    """
+    if not rows.is_cuda or torch.compiler.is_compiling() or type(rows) not in (Tensor, torch.nn.Parameter):
+        return None
+    return load_kernels() if choose_permutation("auto", rows.device.type).name == "triton" else None
+
+
+def as_bytes(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """View values as uint8, and e8m0 scales too: torch writes no number to those, and kernels read no float8."""
     values, scales = rows
+    return values.view(torch.uint8), scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
+
+
+def widen(rows: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return quantised rows, values and scales, in ``dtype``. Products are computed in float32.
+
+    Cost: one launch on a GPU with Triton.
+    """
+    values, scales = rows
+    if (kernels := kernels_for(values)) is not None:
+        wide = torch.empty(values.shape, dtype=dtype, device=values.device)
+        kernels.expand(*as_bytes(rows), wide)
+        return wide
     blocks = values.float().view(*scales.shape, values.shape[1] // max(scales.shape[1], 1))
     return blocks.mul_(scales.float().unsqueeze(-1)).view(values.shape).to(dtype)
 

@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from moe_dispatch._probing import Rejected, Usable
+from moe_dispatch.backends.wire import WireDtype, packet_format, row_format
 from moe_dispatch.permutation.triton_rows import TritonPermutation
+from moe_dispatch.quantised.formats import FORMATS, Quantised
+from moe_dispatch.quantised.rows import as_bytes
 from tests.backends.permutations import INTERPRETED
 from tests.backends.tables import EXAMPLE
 
 installed = pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
 ROOT = Path(__file__).parents[2]
-SUITE = [f"tests/backends/test_{name}.py" for name in ("permutation_rows", "index_kernels")]
+SUITE = [f"tests/backends/test_{name}.py" for name in ("permutation_rows", "index_kernels", "quantised_kernels")]
 SUITE += ["tests/balance/test_exact_kernels.py"]
 PAIRS = [  # dtypes of the rows that are read and of those that are written
     (torch.bfloat16, torch.bfloat16),
@@ -34,7 +37,7 @@ PAIRS = [  # dtypes of the rows that are read and of those that are written
     (torch.float64, torch.bfloat16),
 ]
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}
-POINTERS[torch.bool] = "*i1"
+POINTERS |= {torch.bool: "*i1", torch.uint8: "*u8"}
 
 
 @pytest.mark.slow
@@ -52,7 +55,7 @@ def test_interpreter_passes_the_suite() -> None:
         "-p",
         "no:cacheprovider",
         "-k",
-        "triton or index_kernels or exact_kernels",
+        "triton or index_kernels or exact_kernels or quantised_kernels",
     ]
     finished = subprocess.run(
         [*command, *SUITE],
@@ -201,6 +204,41 @@ def test_kernels_of_exact_plans_compile_for_gpus(capability: int, record: Record
     for kernel, recorder in found.values():
         for launch in recorder.launches:
             assert f".target sm_{capability}" in compiled(kernel, launch, capability).asm["ptx"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)]
+)
+def test_kernels_of_quantised_rows_compile_for_gpus(recipe: WireDtype, capability: int, record: Record) -> None:
+    """With packets of real sizes. Rows, codes and widened rows are accessed 16 bytes at once."""
+    from moe_dispatch.quantised import triton_codes
+
+    found = record(triton_codes, "quantise_kernel", "expand_kernel")
+    rows, index, row = torch.zeros(4, 7168).bfloat16(), EXAMPLE.index, row_format(torch.bfloat16, 7168, recipe)
+    form = packet_format(row, 8, torch.float32, torch.int16)
+    packets = form.unpack(torch.zeros(4, form.stride, dtype=torch.uint8))[0]
+    assert isinstance(packets, Quantised)
+    triton_codes.quantise(rows, *as_bytes(packets), index.byrow_N, index.cu_S)
+    for as_sent in (False, True):
+        packets.expand(TritonPermutation(), index, torch.bfloat16, as_sent=as_sent)
+    triton_codes.expand(*as_bytes(packets), rows)
+    of_scales = "b32" if recipe == "float8_e4m3fn" else "b8"
+    launches = [(kernel, launch) for kernel, recorder in found.values() for launch in recorder.launches]
+    assert len(launches) == 4
+    for kernel, launch in launches:
+        assert launch[1]["enable_fp_fusion"] is False
+        result = compiled(kernel, launch, capability)
+        ptx, code = result.asm["ptx"], result.asm["ttir"]
+        assert result.asm["cubin"]
+        assert f".target sm_{capability}" in ptx
+        assert not re.search(r"\b(atom|red)\.|\.ftz|div\.full|fma\.", ptx)
+        # Entries of tables are read one by one.
+        assert set(re.findall(r"(?:ld|st)\.global\.(\S+)", ptx)) - {"b64"} == {"v4.b32", of_scales}
+        offsets = re.findall(r"tt\.addptr %\w+, (%\w+) : .*, (?:tensor<[\dx]+)?(i\d+)>? loc", code)
+        assert {kind for offset, kind in offsets if offset != "%c1_i32"} == {"i64"}
+        assert not re.search(r"arith\.muli .*: (?:tensor<[\dx]+)?i32", code)
 
 
 @needs_compiler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +15,8 @@ from triton.runtime.interpreter import interpreter_builder
 
 from moe_dispatch.permutation import choose_permutation, triton_kernels, triton_tables
 from moe_dispatch.permutation.triton_rows import TritonPermutation
+from moe_dispatch.quantised import triton_codes
+from moe_dispatch.quantised.formats import Quantised
 from tests.simulated_cuda import budget, triton_values
 from tests.simulated_cuda.bytes import SETTINGS, measure, read
 from tests.simulated_cuda.traffic import Touched, traffic
@@ -48,6 +50,15 @@ def test_a_planted_pass_over_rows_exceeds_the_budget() -> None:
         found = measure(SETTINGS["alltoall", "eager"])
     exceeds = {verb: each.multiple > read()["alltoall eager"][verb] for verb, each in found.items()}
     assert exceeds == {"dispatch": True, "combine": False, "combine.backward": False, "dispatch.backward": False}
+
+
+def test_a_planted_pass_over_quantised_rows_exceeds_the_budget() -> None:
+    def widens_first(rows: Quantised, permutation: Any, index: Any, dtype: torch.dtype, *, as_sent: bool) -> Any:
+        return permutation.expand(rows.decoded(dtype), index, dtype)
+
+    with patch.object(Quantised, "expand", widens_first):
+        found = measure(SETTINGS["alltoall", "mxfp8"])
+    assert found["dispatch"].multiple > read()["alltoall mxfp8"]["dispatch"]
 
 
 def test_a_planted_launch_exceeds_the_budget() -> None:
@@ -96,9 +107,11 @@ def test_operators_are_counted_by_the_memory_that_they_touch() -> None:
     ]
 
 
-def touched(name: str, *args: Any, grid: tuple[int, ...], **options: Any) -> tuple[int, int]:
+def touched(
+    name: str, *args: Any, grid: tuple[int, ...], module: ModuleType = triton_kernels, **options: Any
+) -> tuple[int, int]:
     """Return the bytes that a kernel touches in the interpreter, and assert that its formula says the same."""
-    kernel, counts = getattr(triton_kernels, name), triton_values._touched
+    kernel, counts = getattr(module, name), triton_values._touched
     counts.read = counts.written = 0
     triton_values._interpret(kernel, grid, args, options)
     given = SimpleNamespace(**dict(zip(kernel.arg_names, args, strict=False)), **options)
@@ -132,6 +145,28 @@ def test_formulas_of_kernels_count_what_the_interpreter_touches(width: int) -> N
     for given in (None, torch.ones(3)):
         arguments = (rows, members, edges, given, out[:3], width, *strides, *out.stride())
         touched("sum_bags_kernel", *arguments, grid=(3, blocks), **float32)
+
+
+@pytest.mark.parametrize("powers", [False, True])
+def test_formulas_of_quantised_rows_count_what_the_interpreter_touches(powers: bool) -> None:
+    """With rows that go nowhere, and a block that the last program masks."""
+    size, width = 16, 48
+    rows, codes = torch.randn(4, width).bfloat16(), torch.zeros(6, width + 8, dtype=torch.uint8)
+    scales = torch.zeros(6, width // size, dtype=torch.uint8 if powers else torch.float32)
+    shapes: dict[str, Any] = {"powers": powers, "size": size, "count": 2, "module": triton_codes}
+    places, edges = torch.tensor([5, 0, 2]), torch.tensor([0, 2, 2, 3, 3])
+    strides = (width, *rows.stride(), codes.stride(0), scales.stride(0))
+    for tables, count in (((None, None), 4), ((places, edges), 2)):
+        read, _ = touched("quantise_kernel", rows, *tables, codes, scales, *strides, grid=(4, 2), **shapes)
+        assert read >= count * rows[0].nbytes
+    strides = (width, codes.stride(0), scales.stride(0))
+    for out, padding in product((rows.clone(), codes[:4, :width].clone()), (None, torch.tensor([1, 4]))):
+        of_out = scales[:4].clone() if out.dtype == torch.uint8 else None
+        to = (out, of_out, 4, 4, *strides, out.stride(0), 0 if of_out is None else of_out.stride(0))
+        grid = (4 + (padding is not None) * 2, 2)
+        touched("expand_kernel", codes, scales, places.clamp(max=3), edges, padding, *to, grid=grid, **shapes)
+    to = (rows, None, 4, 4, *strides, rows.stride(0), 0)
+    touched("expand_kernel", codes, scales, None, None, None, *to, grid=(4, 2), **shapes)
 
 
 def test_lanes_that_read_one_address_count_once() -> None:

@@ -275,3 +275,30 @@ def sum_bags_bytes(given: Any) -> tuple[int, int]:
     members, blocks = int(given.edges[-1] - given.edges[0]), -(-width // given.block)
     tables = 16 * count + members * (8 + (0 if given.weights is None else given.weights.element_size()))
     return tables * blocks + members * width * given.rows.element_size(), count * width * given.out.element_size()
+
+
+def quantise_bytes(given: Any) -> tuple[int, int]:
+    """Return what ``quantise_kernel`` reads and writes. Each block of columns reads the places of its row."""
+    tables, used, copies = _copied(given, len(given.rows))
+    row = given.width + given.width // given.size * given.scales.element_size()
+    return tables + used * given.width * given.rows.element_size(), copies * row
+
+
+def expand_bytes(given: Any) -> tuple[int, int]:
+    """Return what ``expand_kernel`` reads and writes."""
+    tables, used, copies = _copied(given, given.num_rows)
+    scales = given.width // given.size * given.scales.element_size()
+    if given.padding is not None:
+        tables += 8 * len(given.padding) * -(-given.width // (given.size * given.count))
+        copies += int((given.padding < given.num_grouped).sum())
+    out = given.width * given.out.element_size() + (0 if given.out_scales is None else scales)
+    return tables + used * (given.width + scales), copies * out
+
+
+def _copied(given: Any, count: int) -> tuple[int, int, int]:
+    """Return the bytes that a kernel reads of ``places`` and ``edges``, the rows that it reads, and their copies."""
+    if given.places is None:
+        return 0, count, count
+    counts, blocks = given.edges.diff(), -(-given.width // (given.size * given.count))
+    used, copies = int((counts > 0).sum()), int(counts.sum())
+    return 8 * (2 * count + copies) * blocks, used, copies

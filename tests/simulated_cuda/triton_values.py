@@ -20,13 +20,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang, interpreter_builder
 from triton.runtime.jit import JITFunction
 
+from moe_dispatch.quantised.formats import Float8, Mxfp8, Quantised, quantise
+from moe_dispatch.quantised.rows import as_bytes, widen
 from moe_dispatch_testing.host_syncs import allow_host_syncs
 from tests.simulated_cuda import values
 from tests.simulated_cuda.device import note_access, placed
 from tests.simulated_cuda.traffic import (
     Touched,
+    expand_bytes,
     gather_bytes,
     note_traffic,
+    quantise_bytes,
     scatter_bytes,
     scatter_weighted_bytes,
     sum_bags_bytes,
@@ -200,6 +204,35 @@ def _sum_bags(given: Any) -> None:
     _store(given.out, total)
 
 
+def _places(given: Any, count: int) -> tuple[Tensor, Tensor]:
+    """Return the places that a kernel writes to, and the row that stands in each."""
+    rows = torch.arange(count)
+    if given.places is None:
+        return rows, rows
+    return given.places[int(given.edges[0]) : int(given.edges[-1])], rows.repeat_interleave(given.edges.diff())
+
+
+def _quantise(given: Any) -> None:
+    codes, scales = as_bytes(quantise(given.rows, Mxfp8 if given.powers else Float8))
+    places, source = _places(given, len(given.rows))
+    given.codes[places], given.scales[places] = codes[source], scales[source]
+
+
+def _expand(given: Any) -> None:
+    places, source = _places(given, given.num_rows)
+    if given.padding is not None:
+        padding = given.padding[given.padding < given.num_grouped]
+        given.out[padding] = 0
+        if given.out_scales is not None:
+            given.out_scales[padding] = 127 if given.powers else 1
+    if given.out_scales is not None:
+        given.out[places], given.out_scales[places] = given.codes[source], given.scales[source]
+    elif len(places):
+        scales = given.scales.view(torch.float8_e8m0fnu) if given.powers else given.scales
+        rows = widen(Quantised(given.codes.view(torch.float8_e4m3fn), scales), given.out.dtype)
+        given.out[places] = rows[source]
+
+
 # For a kernel with a form in torch: the form, and the formula of the bytes that the kernel reads and writes.
 _IN_TORCH: dict[str, tuple[Callable[[Any], None], Callable[[Any], tuple[int, int]]]] = {
     "gather_kernel": (_gather, gather_bytes),
@@ -207,6 +240,8 @@ _IN_TORCH: dict[str, tuple[Callable[[Any], None], Callable[[Any], tuple[int, int
     "scatter_weighted_kernel": (_scatter_weighted, scatter_weighted_bytes),
     "weigh_kernel": (_weigh, weigh_bytes),
     "sum_bags_kernel": (_sum_bags, sum_bags_bytes),
+    "quantise_kernel": (_quantise, quantise_bytes),
+    "expand_kernel": (_expand, expand_bytes),
 }
 
 
