@@ -13,16 +13,18 @@ from triton.runtime.jit import JITFunction
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.permutation import triton_kernels, triton_tables
+from moe_dispatch.quantised import triton_codes
 from tests.simulated_cuda.ranks import NcclRanks
 
 FIRST, MOST_ROWS, EXPERTS, TOP_K, HIDDEN = 5, 40, 8, 2, 32
 KERNELS = [
     kernel
-    for module in (triton_kernels, triton_tables)
+    for module in (triton_kernels, triton_tables, triton_codes)
     for kernel in vars(module).values()
     if isinstance(kernel, JITFunction) and kernel.fn.__name__.endswith("_kernel")
 ]
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": MOST_ROWS}
+QUANTISED: dict[str, Any] = {"wire": {"dtype": "mxfp8", "gradients": True}}
 
 
 def compilations() -> list[str]:
@@ -44,7 +46,9 @@ def run(count: int, group: dist.ProcessGroup, config: DispatcherConfig) -> Itera
     dispatcher.close()
 
 
-@pytest.mark.parametrize(("fields", "steps"), [({}, 200), (SAFE, 40)], ids=["eager", "graph-safe"])
+@pytest.mark.parametrize(
+    ("fields", "steps"), [({}, 200), (SAFE, 40), (QUANTISED, 40)], ids=["eager", "graph-safe", "quantised"]
+)
 def test_no_kernel_is_compiled_after_the_first_steps(fields: dict[str, Any], steps: int) -> None:
     torch.use_deterministic_algorithms(False)  # which fills memory; conftest.py restores it
     sizes: dict[str, Any] = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "pad_multiple": 4}
@@ -61,6 +65,7 @@ def test_no_kernel_is_compiled_after_the_first_steps(fields: dict[str, Any], ste
     assert len(seen) == steps
     assert {each.split()[0] for each in seen[FIRST - 1]} > {"scatter_kernel", "place_kernel", "sum_bags_kernel"}
     assert set(seen[-1]) == set(seen[FIRST - 1])
+    assert any("quantise_kernel" in each for each in seen[-1]) == ("wire" in fields)
 
 
 def test_a_planted_specialisation_is_compiled_anew() -> None:
