@@ -69,6 +69,15 @@ class ScaledFormat(WireFormat):
         quantise_into(rows_TD, type(self), self.decode(out))
 
     @final
+    def scatter(
+        self, permutation: Permutation, rows_TD: Tensor, tables: tuple[Tensor, Tensor, Tensor], out: Tensor
+    ) -> None:
+        if permutation.name == "triton":
+            load_kernels().quantise(rows_TD, *as_bytes(self.decode(out)), *tables[1:])
+        else:
+            super().scatter(permutation, rows_TD, tables, out)
+
+    @final
     def decode(self, packets: Tensor) -> Quantised:
         return self.restored((packets[:, : self.hidden], packets[:, self.hidden : self.nbytes]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -108,7 +108,7 @@ def test_operators_are_counted_by_the_memory_that_they_touch() -> None:
 
 
 def touched(
-    name: str, *args: Any, grid: tuple[int, ...], module: ModuleType = triton_kernels, **options: Any
+    name: str, *args: Any, grid: tuple[int, ...], module: Any = triton_kernels, **options: Any
 ) -> tuple[int, int]:
     """Return the bytes that a kernel touches in the interpreter, and assert that its formula says the same."""
     kernel, counts = getattr(module, name), triton_values._touched
