@@ -1,9 +1,10 @@
-"""The code of docs/tuning.md is true: TensorBoard and W&B have what it writes, Prometheus could read its text."""
+"""docs/tuning.md and examples/log_metrics.py: TensorBoard and W&B have what they write, Prometheus could read it."""
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,9 +14,9 @@ import pytest
 import torch
 
 from tests.integration.needs import needs
-from tests.pages import run_page
+from tests.pages import ROOT, run_page
 
-SAMPLE = re.compile(r'moe_dispatch_(\w+)_total\{rank="0",\w+="\w[\w.]*",backend="alltoall"\} (\d+)')
+SAMPLE = re.compile(r'moe_dispatch_(\w+)_total\{\w+="\w[\w.]*",rank="0",backend="alltoall"\} (\d+)')
 
 pytestmark = [
     *needs("tensorboard"),
@@ -38,14 +39,17 @@ def test_code_runs_in_order(offline: Path) -> None:
 
     torch.manual_seed(0)
     namespace = run_page("tuning.md")
-    wandb.teardown()  # a finished run may still be in the buffers of the process that writes the file
+    example = runpy.run_path(str(ROOT / "examples" / "log_metrics.py"))
     metrics = namespace["dispatcher"].metrics()
+    with wandb.init(project="moe") as run:
+        example["log_to_wandb"](run, metrics, namespace["before"], step=100)
+    wandb.teardown()  # a finished run may still be in the buffers of the process that writes the file
     events = EventAccumulator(str(offline / "runs")).Reload()
     tokens = metrics.real_tokens_per_expert // 2  # of the second of two steps that are alike
     assert events.Scalars("moe/imbalance/layers.0.mlp")[0].value == pytest.approx(metrics.imbalance)
     assert events.Histograms("moe/tokens_per_expert/layers.0.mlp")[0].histogram_value.sum == float(tokens.sum())
     check_wandb(offline, metrics, tokens)
-    lines = namespace["prometheus_text"](metrics, rank=0).splitlines()
+    lines = example["prometheus_text"](metrics, rank=0).splitlines()
     found = [match for line in lines if (match := SAMPLE.fullmatch(line))]
     assert len(found) == len(lines)
     total = sum(int(match[2]) for match in found if match[1] == "tokens")
