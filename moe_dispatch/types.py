@@ -12,7 +12,7 @@ Names of tensors end in their dimensions, everywhere in the package:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -26,6 +26,7 @@ from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
 
 if TYPE_CHECKING:
+    from moe_dispatch.carry.columns import CarriedColumns
     from moe_dispatch.quantised.rows import QuantisedRows
 
 
@@ -78,12 +79,14 @@ class Sizes:
         capacity: Capacity of a graph-safe dispatch; None if sizes follow the routing.
         tokens_per_expert: Number of slots of all ranks that name each expert, (E,), if the ranks counted them while
             they agreed on the sizes of one dispatch (``Constraints.counts_with_sizes``); else None.
+        columns: What travels with the rows of one dispatch, if ``Constraints.carries`` is "packets"; else None.
     """
 
     padded_rows: int | None = None
     group_max_rows: int | None = None
     capacity: Capacity | None = None
     tokens_per_expert: tuple[int, ...] | None = None
+    columns: CarriedColumns | None = None
 
 
 @final
@@ -220,6 +223,8 @@ class Dispatched:
             the host.
         state: Private state of the dispatcher and the backend.
         quantised: The rows as they travelled, with ``wire.deliver="quantised"``; else None.
+        carried: What ``carry`` gave the tokens, by name: int32 or int64 (R,) in the order of ``rows``, -1 on padding.
+            None without ``carry``.
     """
 
     rows: Tensor
@@ -231,6 +236,7 @@ class Dispatched:
     placement: Placement | None
     state: Any
     quantised: QuantisedRows | None = None
+    carried: Mapping[str, Tensor] | None = None
 
     def __repr__(self) -> str:
         rows_RD = self.in_graph

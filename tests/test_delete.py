@@ -77,6 +77,13 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             "ModuleNotFoundError: No module named 'moe_dispatch.balance'",
         ),
     ],
+    "carry": [
+        (
+            f"import torch; build_dispatcher({CONFIG.format(repr('local'))}).dispatch("
+            f"torch.ones(2, 16), {ROUTING}, carry={{'adapter': torch.zeros(2)}})",
+            "ConfigError: moe_dispatch.carry is not installed. carry of Dispatcher.dispatch needs it. Leave carry out",
+        )
+    ],
     "compiling": [
         *(
             (

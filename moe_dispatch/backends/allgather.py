@@ -43,6 +43,7 @@ class AllGatherOptions(BackendOptions):
             counts_with_sizes=not shape.graph_safe,
             graph_safe=GraphSafeSupport(drop_order="weight"),
             compilable=True,
+            carries="packets",
         )
 
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
@@ -110,6 +111,8 @@ class AllGather(Backend):
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape, comm = self.context.shape, self.context.communicator
         form = dispatch_format(shape, rows_TD.dtype, weights_TK.dtype)
+        if sizes.columns is not None:
+            form = sizes.columns.added_to(form)
         packets = form.pack(rows_TD, weights_TK, ids_TK)
         everyone = self.context.workspace.lend(len(packets) * comm.size, form.stride, device=packets.device)
         comm.all_gather(everyone, packets, label="dispatch")

@@ -66,6 +66,9 @@ class Constraints:
         graph_safe_reason: Why it cannot, for the error message.
         compilable: Whether torch.compile can trace the backend with ``fullgraph=True``.
         differentiable: Whether both verbs have a backward. If not, the dispatcher refuses tensors that require grad.
+        carries: How data travels with rows: "packets" if the backend adds ``Sizes.columns`` to the format of its
+            packets, "gather" if the rows of each expert are in the order of source rank and token, so that an
+            all-gather beside the dispatch is enough, and "no" if their order changes from run to run.
     """
 
     row_multiple: int = 1
@@ -91,6 +94,7 @@ class Constraints:
     graph_safe_reason: str = "it has no static path"
     compilable: bool = False
     differentiable: bool = True
+    carries: Literal["packets", "gather", "no"] = "gather"
 
     @property
     def most_rows(self) -> int | None:

@@ -48,6 +48,7 @@ class LocalOptions(BackendOptions):
             min_rows=int(shape.graph_safe),  # the padding of a fixed-size buffer is copied from row 0
             graph_safe=GraphSafeSupport(drop_order="weight"),
             compilable=True,
+            carries="packets",
         )
 
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Size, Tensor
 
+from moe_dispatch._interceptors import of_thread
 from moe_dispatch._slots import Assigned, Slots
 from moe_dispatch.backends.base import Arrived, Route
 from moe_dispatch.communication import HostCopy, raise_alike
@@ -24,6 +25,9 @@ from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Plan, check_plain
+
+if TYPE_CHECKING:
+    from moe_dispatch.carry.columns import CarriedColumns
 
 
 @final
@@ -127,6 +131,7 @@ class Departed:
         assigned: The expert slots of this dispatch; None if every rank holds its own experts only.
         layer: Number of the layer for the meter, ``Lease.layer``; -1 in compiled code.
         recomputed: Whether activation checkpointing repeats a dispatch of the forward.
+        columns: What travels with the rows; None for nothing.
     """
 
     channel: Channel
@@ -140,6 +145,7 @@ class Departed:
     assigned: Assigned | None
     layer: int
     recomputed: bool
+    columns: CarriedColumns | None = None
 
 
 def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departed:
@@ -157,11 +163,14 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
         PeerError: The ranks exchange counts or sizes, and another rank refused its call.
     """
     config, needs, slots, plan = channel.config, channel.needs, call.slots, call.plan
-    facts, heard = facts_of(call.x_TD.dtype, call.grad_enabled), channel.hears_invalid_ids[plan.settled]
+    columns, mode = of_thread.columns, call.grad_enabled
+    if columns is not None:
+        mode = columns.told(mode)
+    facts, heard = facts_of(call.x_TD.dtype, mode), channel.hears_invalid_ids[plan.settled]
     mark = None
     if needs.exchanges_counts:
         number = None if call.lease is None else call.lease.number
-        mark = mark_of(call.x_TD.dtype, call.grad_enabled, number, call.wants_weights)
+        mark = mark_of(call.x_TD.dtype, mode, number, call.wants_weights)
     given_TK, ids_TK, outcome, assigned = _own_ids(channel, call, mark)
     count, problem = ids_TK.shape[0], partial(problem_of_ids, given_TK, config.num_experts, call.valid_T)
     if config.debug or not plan.settled:
@@ -184,6 +193,8 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
     if call.real_rows is not None or padded != count:
         x_TD, weights_TK = pad(x_TD, call.real_rows, padded), pad(weights_TK, call.real_rows, padded)
         ids_TK = pad(ids_TK, None, padded, -1)
+    if columns is not None:
+        sizes = columns.depart(channel, sizes, ids_TK, call.real_rows)
     try:
         if async_op or marks:
             arrive = partial(channel.backend.finish, channel.backend.start(x_TD, ids_TK, weights_TK, sizes, *marks))
@@ -208,6 +219,7 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
         assigned=assigned,
         layer=call.layer,
         recomputed=torch._C._current_graph_task_id() != -1,  # as ``is_recomputation`` says, without a call
+        columns=columns,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeVar, cast, final, overload
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_dispatch._interceptors import of_thread
+from moe_dispatch._interceptors import load_carry, of_thread
 from moe_dispatch._observers import tell_combined, tell_started
 from moe_dispatch._slots import Placement, load_slot_options
 from moe_dispatch._tracing import real_tensors, traced_calls
@@ -28,6 +28,7 @@ from moe_dispatch.layouts import BSHD, Layout, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
 
 Result = TypeVar("Result")
+Carry = Mapping[str, Tensor] | None
 
 
 class Dispatcher(nn.Module):
@@ -87,13 +88,13 @@ class Dispatcher(nn.Module):
         """Name of the backend in use; with ``backend="auto"``, the backend that was chosen."""
         return self._channel.backend_name
 
-    def forward(self, x: Tensor, routing: Routing, plan: Plan | Layout | None = None) -> Tensor:
+    def forward(self, x: Tensor, routing: Routing, plan: Plan | Layout | None = None, *, carry: Carry = None) -> Tensor:
         """Run the whole layer, ``combine(run_experts(dispatch(x)))``; the result has the shape of x."""
         if self.config.chunks is not None:
             from moe_dispatch.steps.chunks import run_in_chunks  # noqa: PLC0415 - other layers never need it
 
-            return run_in_chunks(self, self.run_experts, x, routing, plan)
-        sent = self.dispatch(x, routing, plan)
+            return run_in_chunks(self, self.run_experts, x, routing, plan, carry=carry)
+        sent = self.dispatch(x, routing, plan, carry=carry)
         return self.combine(self.run_experts(sent), sent)
 
     def run_experts(self, sent: Dispatched) -> Tensor:
@@ -153,6 +154,7 @@ class Dispatcher(nn.Module):
         plan: Plan | Layout | None = ...,
         *,
         again: Dispatched | None = ...,
+        carry: Carry = ...,
         async_op: Literal[False] = ...,
     ) -> Dispatched: ...
     @overload
@@ -163,6 +165,7 @@ class Dispatcher(nn.Module):
         plan: Plan | Layout | None = ...,
         *,
         again: None = ...,
+        carry: Carry = ...,
         async_op: Literal[True],
     ) -> InFlight: ...
     @overload
@@ -173,6 +176,7 @@ class Dispatcher(nn.Module):
         plan: Plan | Layout | None = ...,
         *,
         again: Dispatched | None = ...,
+        carry: Carry = ...,
         async_op: bool,
     ) -> Dispatched | InFlight: ...
     @final
@@ -183,6 +187,7 @@ class Dispatcher(nn.Module):
         plan: Plan | Layout | None = None,
         *,
         again: Dispatched | None = None,
+        carry: Carry = None,
         async_op: bool = False,
     ) -> Dispatched | InFlight:
         """Send every row of x to the experts that its routing names. Collective.
@@ -194,6 +199,8 @@ class Dispatcher(nn.Module):
                 sizes itself.
             again: The result of an earlier dispatch. x is sent along its route, without routing, plan and an exchange
                 of counts.
+            carry: Integers that travel with the rows, by name: int32 or int64, one for each token, in the shape of x
+                without its last dimension. They arrive as ``sent.carried``. A result for ``again`` keeps them.
             async_op: Whether to return an ``InFlight`` while rows still travel. The counts have been exchanged and read
                 by then, but with DeepEP V2.5 only in ``wait()``. Call ``wait()`` once on the result, on the same stream
                 and in the same grad mode. If the backend cannot overlap, the rows have already arrived.
@@ -215,6 +222,9 @@ class Dispatcher(nn.Module):
         Cost: that of the backend, and without a plan also that of ``plan``.
         """
         lease = self._lease
+        if carry is not None:
+            given = (self, x, routing, plan, carry)
+            return cast(InFlight, load_carry().dispatch_with(*given, again=again, async_op=async_op))
         if again is not None:
             return self._dispatch_again(x, routing, plan, again)
         if (channel := lease.enter_unless_traced()) is None:
@@ -590,6 +600,8 @@ def receive(
         placement=None if departed.assigned is None else departed.assigned.placement,
         state=state,
     )
+    if departed.columns is not None:
+        sent = departed.columns.attach(sent)
     if isinstance(arrived.rows, Tensor):
         return sent
     return arrived.rows.added_to(sent, departed.channel.shape.wire_dtype)

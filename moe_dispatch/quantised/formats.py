@@ -206,6 +206,7 @@ class Quantised(NamedTuple):
             tokens_per_expert=sent.tokens_per_expert,
             real_tokens_per_expert=sent.real_tokens_per_expert,
             host_counts=sent.host_counts,
+            carried=sent.carried,
             weights=sent.weights,
             pad_multiple=sent.pad_multiple,
             placement=sent.placement,

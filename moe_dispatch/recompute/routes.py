@@ -6,6 +6,7 @@ Dimensions: ``T`` rows of this rank, ``K`` top_k, ``R`` rows of this rank's expe
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, final
@@ -83,6 +84,7 @@ def dispatch_anew(
             pad_multiple=sent.pad_multiple,
             placement=sent.placement,
             state=sent.state,
+            carried=_copied(sent.carried),
         )
         return sent
 
@@ -204,8 +206,13 @@ def _attach(
         tokens_per_expert=sent.tokens_per_expert.clone(),
         real_tokens_per_expert=sent.real_tokens_per_expert.clone(),
         state=state,
+        carried=_copied(sent.carried),
     )
     return attached if isinstance(rows, Tensor) else rows.added_to(attached, channel.shape.wire_dtype)
+
+
+def _copied(carried: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+    return None if carried is None else {name: values.clone() for name, values in carried.items()}
 
 
 def _of(dispatcher: Dispatcher) -> str:

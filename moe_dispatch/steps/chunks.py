@@ -10,7 +10,7 @@ chunks exist at a time in the forward, and gradients keep them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_dispatch._interceptors import of_thread
+from moe_dispatch._interceptors import load_carry, of_thread
 from moe_dispatch._tracing import refuse_traced
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import facts_of, settle, tell_peers
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from moe_dispatch.dispatchers.channel import Channel
     from moe_dispatch.dispatchers.dispatcher import Dispatcher
 
-Chunk = tuple[Tensor, Routing, Plan]
+Chunk = tuple[Tensor, Routing, Plan, Mapping[str, Tensor] | None]
 Parts = Sequence[slice | Tensor]  # the rows of x in each chunk: int64 indices if padding is cut out
 
 
@@ -42,6 +42,8 @@ def run_in_chunks(
     x: Tensor,
     routing: Routing,
     plan: Plan | Layout | None = None,
+    *,
+    carry: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Run a whole layer, ``combine(run_experts(dispatch(x)))``, in chunks of ``chunks.tokens`` rows. Collective.
 
@@ -62,6 +64,7 @@ def run_in_chunks(
         x: As in ``Dispatcher.dispatch``.
         routing: As in ``Dispatcher.dispatch``.
         plan: As in ``Dispatcher.dispatch``.
+        carry: As in ``Dispatcher.dispatch``.
 
     Returns:
         The output in the shape of x.
@@ -81,8 +84,8 @@ def run_in_chunks(
             f"{type(run_experts).__name__} for run_experts, which must be a function of sent."
         )
     if dispatcher.config.chunks is not None:
-        return _run_chunks(dispatcher, run_experts, x, routing, plan)
-    sent = dispatcher.dispatch(x, routing, plan)
+        return _run_chunks(dispatcher, run_experts, x, routing, plan, carry)
+    sent = dispatcher.dispatch(x, routing, plan, carry=carry)
     return dispatcher.combine(run_experts(sent), sent)
 
 
@@ -92,13 +95,14 @@ def _run_chunks(
     x: Tensor,
     routing: Routing,
     plan: Plan | Layout | None,
+    carry: Mapping[str, Tensor] | None,
 ) -> Tensor:
     if torch.compiler.is_compiling():
         refuse_traced(
             "Dispatcher.forward: chunks do not work in a compiled region. Compile the experts alone, or set "
             "chunks=None."
         )
-    x_TD, whole, real_rows, valid_T = _settle(dispatcher, x, routing, plan)
+    x_TD, whole, real_rows, valid_T = _settle(dispatcher, x, routing, plan, carry)
     count = len(x_TD) if real_rows is None else len(real_rows)
     cuts = pairwise(count * number // whole.num_chunks for number in range(whole.num_chunks + 1))
     parts = [slice(*cut) if real_rows is None else real_rows[slice(*cut)] for cut in cuts]
@@ -107,7 +111,7 @@ def _run_chunks(
     with ExitStack() as stack:
         for observer in channel.observers:
             stack.enter_context(observer.whole(lease, x, routing, whole.layout))
-        outputs = _outputs(dispatcher, run_experts, _chunks(channel, x_TD, routing, whole, parts, valid_T))
+        outputs = _outputs(dispatcher, run_experts, _chunks(channel, x_TD, routing, whole, parts, valid_T, carry))
         for part in parts:
             y = _Put.apply(y, next(outputs), part, x.shape)  # type: ignore[no-untyped-call]
     assert isinstance(y, Tensor)
@@ -119,19 +123,23 @@ def _outputs(
 ) -> Iterator[Tensor]:
     """Yield the output of each chunk, and keep none of them."""
 
-    def run(x_ND: Tensor, routing: Routing, plan: Plan) -> Tensor:
-        sent = dispatcher.dispatch(x_ND, routing, plan)
+    def run(x_ND: Tensor, routing: Routing, plan: Plan, carry: Mapping[str, Tensor] | None) -> Tensor:
+        sent = dispatcher.dispatch(x_ND, routing, plan, carry=carry)
         return dispatcher.combine(run_experts(sent), sent)
 
     if _recomputes(dispatcher.config):
         for chunk in chunks:
             yield checkpoint(run, *chunk, use_reentrant=False)
         return
-    coming: InFlight | None = dispatcher.dispatch(*next(chunks), async_op=True)
+
+    def start(x_ND: Tensor, routing: Routing, plan: Plan, carry: Mapping[str, Tensor] | None) -> InFlight:
+        return dispatcher.dispatch(x_ND, routing, plan, carry=carry, async_op=True)
+
+    coming: InFlight | None = start(*next(chunks))
     while coming is not None:
         sent, following = coming.wait(), next(chunks, None)
         # The rows of the next chunk travel while the experts work.
-        coming = None if following is None else dispatcher.dispatch(*following, async_op=True)
+        coming = None if following is None else start(*following)
         yield dispatcher.combine(run_experts(sent), sent)
         del sent
 
@@ -142,7 +150,11 @@ def _recomputes(config: DispatcherConfig) -> bool:
 
 
 def _settle(
-    dispatcher: Dispatcher, x: Tensor, routing: Routing, plan: Plan | Layout | None
+    dispatcher: Dispatcher,
+    x: Tensor,
+    routing: Routing,
+    plan: Plan | Layout | None,
+    carry: Mapping[str, Tensor] | None,
 ) -> tuple[Tensor, Plan, Tensor | None, Tensor | None]:
     """Check the call and settle the number of chunks. Collective without a plan, if the ranks agree on sizes.
 
@@ -151,14 +163,16 @@ def _settle(
         token, bool, or None if all rows to divide are.
     """
     try:
-        channel, has_sizes = dispatcher._lease.enter(), isinstance(plan, Plan)
+        channel, has_sizes, taken = dispatcher._lease.enter(), isinstance(plan, Plan), of_thread.interceptor
         try:
             if type(x) is not Tensor:
                 check_plain("Dispatcher.dispatch", x=x)
             layout = dispatcher._layout_in(plan, x)
             for observer in channel.observers:
                 observer.asked(x, layout)
-            x_TD = layout.flatten(x)
+            x_TD, mode = layout.flatten(x), torch.is_grad_enabled() if taken is None else taken.grad_mode
+            if carry is not None:
+                mode = load_carry().CarriedColumns(dispatcher._lease, x, carry).told(mode)
             checks.check_call(channel, x, x_TD, routing, plan)
             if has_sizes and channel.config.debug:
                 layout.check(len(x_TD), values=True)
@@ -175,8 +189,7 @@ def _settle(
             tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=has_sizes)
             raise
         if not has_sizes:  # the dispatches of the chunks have sizes, so what must be equal is compared here
-            taken = of_thread.interceptor
-            facts = facts_of(x_TD.dtype, torch.is_grad_enabled() if taken is None else taken.grad_mode)
+            facts = facts_of(x_TD.dtype, mode)
             whole = settle(channel, whole, facts=facts, lease=dispatcher._lease)
         return x_TD, whole, real_rows, valid_T
     except Exception as error:
@@ -185,7 +198,13 @@ def _settle(
 
 
 def _chunks(
-    channel: Channel, x_TD: Tensor, routing: Routing, whole: Plan, parts: Parts, valid_T: Tensor | None
+    channel: Channel,
+    x_TD: Tensor,
+    routing: Routing,
+    whole: Plan,
+    parts: Parts,
+    valid_T: Tensor | None,
+    carry: Mapping[str, Tensor] | None,
 ) -> Iterator[Chunk]:
     """Yield the arguments of each dispatch."""
     rows, drift = _rows_of(x_TD, parts, in_chain=_recomputes(channel.config)), routing.drift
@@ -204,7 +223,8 @@ def _chunks(
             owner=whole.owner,
         )
         # The first chunk brings the drift of the whole routing into the metrics.
-        yield x_ND, Routing(ids_NK, weights_NK, drift), plan
+        carried = None if carry is None else {name: values.reshape(-1)[part] for name, values in carry.items()}
+        yield x_ND, Routing(ids_NK, weights_NK, drift), plan, carried
         drift = None
 
 

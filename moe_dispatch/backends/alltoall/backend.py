@@ -223,6 +223,8 @@ class AllToAll(Backend):
             to_ranks.select(1, experts).add_(mark, alpha=MARK)
         work = comm.all_to_all(from_ranks, to_ranks, [1] * size, [1] * size, label="counts")
         form, send_places = dispatch_format(context.shape, rows_TD.dtype, weights_TK.dtype), permutation.send_places
+        if sizes.columns is not None:
+            form = sizes.columns.added_to(form)
         packets = in_order = places = None
         if send_places is not None:
             places = send_places(ids_TK, *self.targets)

@@ -36,6 +36,8 @@ class FixedAllToAll(Backend):
             context.permutation_of(ids_TK),
             dispatch_format(shape, rows_TD.dtype, weights_TK.dtype, note=True),
         )
+        if sizes.columns is not None:
+            form = sizes.columns.added_to(form)
         outgoing, received = (
             context.workspace.lend(size * pair_rows, form.stride, device=rows_TD.device) for _ in range(2)
         )

@@ -76,6 +76,7 @@ class AllToAllOptions(BackendOptions):
             graph_safe=GraphSafeSupport(drop_order="weight") if self.reduction == "fast" and self.levels == 1 else None,
             graph_safe_reason=reason,
             compilable=True,
+            carries="packets",
         )
 
     @property

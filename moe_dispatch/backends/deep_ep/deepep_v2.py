@@ -98,6 +98,7 @@ def constraints(device: str, variant: str, shape: MoEShape, ranks_per_node: int,
         # Gradients are sent with the handle of the dispatch. Across nodes, rows of another dtype need not be laid out
         # as those of the dispatch.
         wire=WireSupport(dtypes=ALL_WIRES, gradients="can" if within_node else "must", delivers=True),
+        carries="gather" if options.deterministic else "no",
         graph_safe=None if sorts_by_masks else GraphSafeSupport(),
         graph_safe_reason=(
             f"the library reads the device while it sorts {'expanded rows' if expand else 'rows across nodes'}; the "

@@ -419,6 +419,25 @@ def test_counts_with_and_without_padding(graph_safe: bool, library: Callable[[],
         assert 0 < sum(real) < sum(padded)
 
 
+@pytest.mark.parametrize("graph_safe", [False, True])
+def test_rows_carry_the_number_of_their_token(graph_safe: bool) -> None:
+    def body(group: Group) -> None:
+        with opened(group, graph_safe=graph_safe, max_tokens_per_rank=9, pad_multiple=8) as dispatcher:
+            x, routing = batch(group.rank(), (3, 9)[group.rank()])
+            token = 10 * group.rank() + torch.arange(len(x))
+            x = (token + 1.0).unsqueeze(1).expand(-1, D).bfloat16().contiguous()
+            sent = dispatcher.dispatch(x, routing, Rows(), carry={"token": token})
+            assert sent.carried is not None
+            counts = zip(sent.tokens_per_expert.tolist(), sent.real_tokens_per_expert.tolist(), strict=True)
+            is_real = [row < real for padded, real in counts for row in range(padded)]
+            is_real += [False] * (len(sent.rows) - len(is_real))
+            wanted = torch.where(torch.tensor(is_real), sent.rows[:, 0].float().nan_to_num().long() - 1, -1)
+            assert torch.equal(sent.carried["token"], wanted)
+            assert sum(is_real) > 0
+
+    run_ranks(body, 2)
+
+
 def test_close_releases_the_group_and_a_later_backward_is_refused(library: Callable[[], Any]) -> None:
     def body(group: Group) -> None:
         x, routing = batch(group.rank(), 8)
