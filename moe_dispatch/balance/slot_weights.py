@@ -55,7 +55,7 @@ class SlotWeights:
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+        self._lease = dispatcher._lease
         self._agreed: list[tuple[torch.dtype, torch.Size, bool]] = []  # parameters that the ranks have compared
 
     def run(self, sent: Dispatched | InFlight, experts: Experts, *stacked: Tensor) -> tuple[Dispatched, Tensor]:
@@ -85,26 +85,26 @@ class SlotWeights:
             take part in the exchanges of the backward, also a rank whose experts got no row.
 
         Raises:
-            InputError: The tensors do not fit the config or each other. In eager mode also if they differ between
-                ranks in sizes, dtype or ``requires_grad``, on every rank. In graph-safe mode ranks that differ are not
-                told: they exchange messages of different sizes.
-            PeerError: In eager mode, another rank refused its parameters.
+            InputError: The tensors do not fit the config or each other. Or they differ between ranks in sizes, dtype or
+                ``requires_grad``; then it is raised on every rank, unless the call is being captured in a CUDA graph.
+            PeerError: Another rank refused its parameters.
             StateError: The call is being compiled, the dispatcher is closed, or ``sent`` is of another dispatcher.
 
         Cost: one all-to-all, and two in the backward; none if no weight has to travel. In graph-safe mode with
         ``balance="exact"``, each all-to-all has the weights of ``P * S`` experts for S spare slots, and own
         parameters are copied to their slots. ``Backend.bring_copies``, where there is one, replaces those that fetch.
-        In eager mode the first call, and one whose parameters are not like those before, also has a small all-reduce on
-        the control group, in which the ranks compare their parameters.
+        The first call, and one whose parameters are not like those before, also has a small all-reduce on the control
+        group, in which the ranks compare their parameters. It is a host sync if the group is one of GPUs, and is left
+        out while a CUDA graph is captured.
         """
         lease, channel = self._enter(sent, stacked)
         if sent.placement is None:
             landed = sent.wait()
-            return landed, experts(landed, *stacked)
+            return landed, experts(landed, *_together(stacked))
         moves = _moves_of(channel, sent, stacked[0].device, whole=False)
         if not moves.moves and moves.apart:
-            landed = self._landed(sent, lease)
-            return landed, experts(_part(landed, slice(moves.num_own), landed.in_graph, landed.weights), *stacked)
+            landed, own = self._landed(sent, lease), _together(stacked)
+            return landed, experts(_part(landed, slice(moves.num_own), landed.in_graph, landed.weights), *own)
         finish = _exchange(channel, moves, stacked)
         landed = self._landed(sent, lease)
         buffer_BW = finish()
@@ -155,9 +155,10 @@ class SlotWeights:
             )
         if not isinstance(sent, Dispatched | InFlight):
             raise InputError(f"SlotWeights: sent must be the result of a dispatch, got {type(sent).__name__}.")
-        lease = self._dispatcher._lease
+        lease = self._lease
         channel = lease.enter()
-        compares = sent.placement is not None and not channel.config.graph_safe  # there it would be a host sync
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        compares = sent.placement is not None and not is_captured
         try:
             _check_stacked(channel.config.num_experts // channel.communicator.size, stacked)
         except InputError as error:
@@ -184,6 +185,15 @@ class SlotWeights:
                 "SlotWeights with the dispatcher that dispatched."
             )
         return landed
+
+
+def slot_weights_of(dispatcher: Dispatcher) -> SlotWeights:
+    """Return the ``SlotWeights`` that a dispatcher keeps, for layers that have no place of their own for it.
+
+    New ones for each call would compare the parameters of the ranks in each call.
+    """
+    kept: SlotWeights = vars(dispatcher).setdefault("_slot_weights", SlotWeights(dispatcher))
+    return kept
 
 
 def _moves_of(channel: Channel, sent: Dispatched | InFlight, device: torch.device, *, whole: bool) -> Moves:
@@ -270,6 +280,35 @@ def _check_stacked(local: int, stacked: Sequence[Tensor]) -> None:
             f"SlotWeights: stacked must be floating, with one dtype and device, got {told}. Use a SlotWeights of their "
             "own for tensors of other dtypes."
         )
+
+
+def _together(stacked: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the parameters of own experts behind one node of autograd, as ``_Fetch`` does where weights travel."""
+    if not torch.is_grad_enabled() or not any(weight.requires_grad for weight in stacked):
+        return stacked
+    own: tuple[Tensor, ...] = _Together.apply(*stacked)  # type: ignore[no-untyped-call]
+    return own
+
+
+class _Together(torch.autograd.Function):
+    """Tensors as they are. In the backward, no gradient passes before all of them are there.
+
+    ZeRO 2 of DeepSpeed reduces gradients in the order in which they are ready, which must be the same on all ranks.
+    Without this node it would depend on whether any expert has a copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = tuple(tensor.view_as(tensor) for tensor in tensors)
+        ctx.set_materialize_grads(False)  # experts that got no row may have no gradient
+        ctx.mark_non_differentiable(
+            *(result for result, needed in zip(results, ctx.needs_input_grad, strict=True) if not needed)
+        )
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
 
 
 @torch.no_grad()

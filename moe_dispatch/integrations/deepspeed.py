@@ -169,7 +169,7 @@ def _check_layer(name: str, layer: Any, config: DispatcherConfig) -> None:
 def _route(layer: Any, dispatcher: Dispatcher, tokens_TD: Tensor, routed: Any) -> Tensor:
     """Send rows to their experts, run the experts of AutoEP, and combine: (T, D)."""
     experts = layer.experts
-    own = _ordered(own_weights("use_moe_dispatch", experts)) if has_spare_slots(dispatcher.config) else {}
+    own = own_weights("use_moe_dispatch", experts) if has_spare_slots(dispatcher.config) else {}
     scores_first = dispatcher.config.weights == "experts"
 
     def run(part: Dispatched, *slots: Tensor) -> Tensor:
@@ -182,28 +182,3 @@ def _route(layer: Any, dispatcher: Dispatcher, tokens_TD: Tensor, routed: Any) -
 
     routing = Routing(routed.selected_experts, routed.top_scores)
     return run_layer(dispatcher, run, list(own.values()), tokens_TD, routing, Rows())
-
-
-def _ordered(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights with a node of autograd behind them that gives all of them their gradients at once.
-
-    ZeRO 2 reduces gradients in the order in which they are ready, which it expects to be the same on all ranks. Where
-    experts have copies, their gradients are ready in another order than where they have none.
-    """
-    trained = [name for name, weight in weights.items() if weight.requires_grad]
-    if not torch.is_grad_enabled() or not trained:
-        return weights
-    together = _Together.apply(*(weights[name] for name in trained))  # type: ignore[no-untyped-call]
-    return weights | dict(zip(trained, together, strict=True))
-
-
-class _Together(torch.autograd.Function):
-    """Tensors as they are. In the backward, no gradient passes before all of them are there."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return gradients

@@ -87,9 +87,9 @@ def run_layer(
     """
     slots = None
     if has_spare_slots(dispatcher.config):
-        from moe_dispatch.balance.slot_weights import SlotWeights  # noqa: PLC0415 - other layers never need it
+        from moe_dispatch.balance.slot_weights import slot_weights_of  # noqa: PLC0415 - other layers never need it
 
-        slots = SlotWeights(dispatcher)
+        slots = slot_weights_of(dispatcher)
     if dispatcher.config.chunks is not None:
         from moe_dispatch.steps.chunks import run_in_chunks  # noqa: PLC0415 - other layers never need it
 

@@ -21,6 +21,7 @@ from moe_dispatch.balance.movement import movement_of, static_movement
 from moe_dispatch.communication import Communicator
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.errors import InputError, PeerError, StateError
+from moe_dispatch.integrations.slot_experts import run_layer
 from moe_dispatch.types import InFlight
 from moe_dispatch_testing import Scenario
 from tests.deep_ep_backends.vendors import HYBRID, V2
@@ -292,9 +293,12 @@ def test_ranks_differ_in_hooks_that_keep_weights(fields: dict[str, Any], hooked:
     ],
     ids=["frozen", "bfloat16", "sliced"],
 )
-def test_parameters_that_differ_between_ranks_are_refused_on_all(change: Callable[[Tensor], Tensor], told: str) -> None:
+@BOTH
+def test_parameters_that_differ_between_ranks_are_refused_on_all(
+    fields: dict[str, Any], change: Callable[[Tensor], Tensor], told: str
+) -> None:
     def body(group: Group) -> None:
-        dispatcher, stacked = build_dispatcher(small_config(**EAGER), group), own_part(group, torch.float32)
+        dispatcher, stacked = build_dispatcher(small_config(**fields), group), own_part(group, torch.float32)
         if group.rank() == 1:
             stacked = [change(weight) for weight in stacked]
         x, routing, _ = inputs(group.rank(), 0, torch.float32)
@@ -307,6 +311,42 @@ def test_parameters_that_differ_between_ranks_are_refused_on_all(change: Callabl
     for result in results:
         assert isinstance(result, (InputError, PeerError))
         assert re.search(told, str(result))
+
+
+def test_layers_of_integrations_compare_their_parameters_once() -> None:
+    def body(group: Group) -> int:
+        dispatcher, stacked = build_dispatcher(small_config(**EAGER), group), own_part(group, torch.float64)
+        for call in range(3):
+            x, routing, upstream = inputs(group.rank(), call, torch.float64)
+            run_layer(dispatcher, experts, stacked, x, routing, None).backward(upstream)
+        assert len(gradients(stacked)) == 2
+        return dispatcher.metrics().collectives["parameters"]
+
+    assert on_ranks(body, RANKS) == [1] * RANKS
+
+
+@pytest.mark.parametrize("fields", [EAGER, {}], ids=["exact", "no placement"])
+def test_parameters_are_ready_in_the_same_order_with_and_without_copies(fields: dict[str, Any]) -> None:
+    """ZeRO 2 reduces what is ready first, and its ranks may belong to several expert-parallel groups."""
+
+    def body(group: Group) -> list[tuple[list[int], int]]:
+        found, dispatcher = [], build_dispatcher(small_config(**fields), group)
+        for copies in (False, True):
+            stacked, order = own_part(group, torch.float64), list[int]()
+            for number, weight in enumerate(stacked):
+                weight.register_post_accumulate_grad_hook(lambda _, number=number, order=order: order.append(number))
+            x, routing, upstream = inputs(group.rank(), 0, torch.float64)
+            ids_TK = routing.topk_ids if copies else torch.arange(2 * len(x)).view(-1, 2) % NUM_EXPERTS
+            sent = dispatcher.dispatch(x.requires_grad_(), Routing(ids_TK, routing.topk_weights))
+            sent, outputs = SlotWeights(dispatcher).run(sent, experts, *stacked)
+            dispatcher.combine(outputs, sent).backward(upstream)
+            found.append((order, dispatcher.metrics().collectives.get("weights", 0)))
+        return found
+
+    for (without, none), (with_copies, fetches) in on_ranks(body, RANKS):
+        assert not none
+        assert bool(fetches) == bool(fields)
+        assert with_copies == without == [0, 1]
 
 
 def test_two_micro_batches_in_flight() -> None:

@@ -61,7 +61,7 @@ class SlotExperts:
         Cost: that of ``SlotWeights.run`` after the rows have arrived. Meanwhile, and in the backward, there is a copy
         of the parameters.
         """
-        from moe_dispatch.dispatchers import SlotWeights  # noqa: PLC0415 - only layers with balance need the plug-in
+        from moe_dispatch.balance.slot_weights import slot_weights_of  # noqa: PLC0415 - only layers with balance need it
 
         named, config = self._gathered_parameters(), self._experts.config
         parameters = [[named[name] for name in names] for names in self._names.values()]
@@ -76,7 +76,7 @@ class SlotExperts:
             return output_RD
 
         sent = dataclasses.replace(dispatcher.in_flight("experts"), rows=rows_RD, weights=probs_R)
-        outputs_RD = SlotWeights(dispatcher.dispatcher).run(sent, run, *stacked)[1]
+        outputs_RD = slot_weights_of(dispatcher.dispatcher).run(sent, run, *stacked)[1]
         if outputs_RD.requires_grad:
             outputs_RD = _Return.apply(outputs_RD, parameters, *stacked)  # type: ignore[no-untyped-call]
             if torch._C._current_graph_task_id() == -1:  # otherwise a recomputation, whose backward follows
