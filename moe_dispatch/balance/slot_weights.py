@@ -52,11 +52,19 @@ class SlotWeights:
 
     Args:
         dispatcher: Dispatcher of the layer.
+        *stacked: Parameters of this rank's own experts, as for ``run``, which the ranks compare at once. In eager mode
+            they do so in the first call; in graph-safe mode only here, because a call does not wait for the device.
+
+    Raises:
+        InputError: The parameters do not fit the config, or differ between ranks. Raised on every rank.
+        PeerError: Another rank refused its parameters.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, *stacked: Tensor) -> None:
         self._lease = dispatcher._lease
         self._agreed: list[tuple[torch.dtype, torch.Size, bool]] = []  # parameters that the ranks have compared
+        if stacked:
+            self._compare(self._lease.enter(), stacked, now=True)
 
     def run(self, sent: Dispatched | InFlight, experts: Experts, *stacked: Tensor) -> tuple[Dispatched, Tensor]:
         """Run experts on the rows of a dispatch, with the weights of this rank's slots. Collective.
@@ -85,17 +93,17 @@ class SlotWeights:
             take part in the exchanges of the backward, also a rank whose experts got no row.
 
         Raises:
-            InputError: The tensors do not fit the config or each other. Or they differ between ranks in sizes, dtype or
-                ``requires_grad``; then it is raised on every rank, unless the call is being captured in a CUDA graph.
-            PeerError: Another rank refused its parameters.
+            InputError: The tensors do not fit the config or each other. In eager mode also if they differ between
+                ranks in sizes, dtype or ``requires_grad``, on every rank. In graph-safe mode ranks that differ are told
+                only if the constructor was given the tensors: otherwise they exchange messages of different sizes.
+            PeerError: In eager mode, another rank refused its parameters.
             StateError: The call is being compiled, the dispatcher is closed, or ``sent`` is of another dispatcher.
 
         Cost: one all-to-all, and two in the backward; none if no weight has to travel. In graph-safe mode with
         ``balance="exact"``, each all-to-all has the weights of ``P * S`` experts for S spare slots, and own
         parameters are copied to their slots. ``Backend.bring_copies``, where there is one, replaces those that fetch.
-        The first call, and one whose parameters are not like those before, also has a small all-reduce on the control
-        group, in which the ranks compare their parameters. It is a host sync if the group is one of GPUs, and is left
-        out while a CUDA graph is captured.
+        In eager mode the first call, and one whose parameters are not like those before, also has a small all-reduce on
+        the control group, in which the ranks compare their parameters.
         """
         lease, channel = self._enter(sent, stacked)
         if sent.placement is None:
@@ -157,16 +165,19 @@ class SlotWeights:
             raise InputError(f"SlotWeights: sent must be the result of a dispatch, got {type(sent).__name__}.")
         lease = self._lease
         channel = lease.enter()
-        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        compares = sent.placement is not None and not is_captured
+        self._compare(channel, stacked, now=sent.placement is not None and not channel.config.graph_safe)
+        return lease, channel
+
+    def _compare(self, channel: Channel, stacked: Sequence[Tensor], *, now: bool) -> None:
+        """Check parameters. ``now``: also compare them with those of the other ranks, unless that was done before."""
         try:
             _check_stacked(channel.config.num_experts // channel.communicator.size, stacked)
         except InputError as error:
-            if compares and not self._agreed:  # the peers compare in their first call
+            if now and not self._agreed:  # the peers compare in their first call
                 raise_alike(channel.control, error, of_call=True, label="parameters")
             raise
         kinds = [(weight.dtype, weight.shape, weight.requires_grad) for weight in stacked]
-        if compares and kinds != self._agreed:
+        if now and kinds != self._agreed:
             # Their bytes travel, and those of their gradients. A rank that changes them later on its own waits here,
             # and the watchdog names it.
             facts = {
@@ -175,7 +186,6 @@ class SlotWeights:
             }
             raise_alike(channel.control, None, facts=facts, of_call=True, label="parameters")
             self._agreed = kinds
-        return lease, channel
 
     def _landed(self, sent: Dispatched | InFlight, lease: Lease) -> Dispatched:
         landed = sent.wait()
