@@ -48,14 +48,14 @@ class Assigned:
         ids_TK: int64 (T, K), the numbers of expert slots that take the place of the ids.
         placement: The placement of this dispatch; None in compiled code.
         experts_L: int64 (L,), the expert in each slot of this rank, or E for an empty slot.
-        copies_S: int64 (S,), the expert in each slot that was filled for this dispatch only, or E; None if such
+        num_copies: Number of slots that were filled for this dispatch only, as an integer or int64 (); None if such
             copies are not counted.
     """
 
     ids_TK: Tensor
     placement: Placement | None
     experts_L: Tensor
-    copies_S: Tensor | None = None
+    num_copies: Tensor | int | None = None
 
 
 class Slots(ABC):

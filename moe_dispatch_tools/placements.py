@@ -51,7 +51,10 @@ def in_slots(
         placement = home
         if isinstance(options, (ExactOptions, PlannerOptions)):
             counts_PE = torch.stack([count_experts(ids_TK, experts) for ids_TK in ids])
-            plans = [planner(counts_PE) if config.graph_safe else planner.on_host(counts_PE)[0] for planner in planners]
+            plans = [
+                planner.host_plan(counts_PE) if config.graph_safe else planner.on_host(counts_PE)[0]
+                for planner in planners
+            ]
             if plans:
                 used.append(plans[0].placement.read())
                 yield [plan.slots_of(ids_TK) for plan, ids_TK in zip(plans, ids, strict=True)]

@@ -104,11 +104,11 @@ class Planned(Slots):
         with profiler_range("balance"):
             if config.graph_safe:
                 planner = self._planner(channel, ids_TK.device)
-                counts_E, turns_TK = planner.counts_and_turns(ids_TK)
+                counts_E, turns = planner.counts_and_turns(ids_TK)
                 everyone = counts_E.new_empty(channel.communicator.size * config.num_experts)
                 channel.communicator.all_gather(everyone, counts_E, label="balance")
                 plan = planner(everyone.view(channel.communicator.size, -1))
-                return _assigned(plan, plan.slots_of(ids_TK, turns_TK))
+                return _assigned(plan, plan.slots_of(ids_TK, turns))
             counts_E = count_experts(ids_TK, config.num_experts)
             mine = torch.tensor([len(ids_TK), *read_host(counts_E)], dtype=torch.int64, device="cpu")
             everyone = channel.control.gather_tensor(mine, label="balance")
@@ -120,7 +120,7 @@ class Planned(Slots):
             planner = self._planner(channel, ids_TK.device)
             plan, is_uneven = planner.on_host(everyone[:, 1:])
             if is_uneven:
-                self._note_uneven(channel, everyone[:, 1:], planner, plan.loads_P)
+                self._note_uneven(channel, everyone[:, 1:], planner.min_rows, plan)
             plan = plan.to(ids_TK.device)
             return _assigned(plan, plan.slots_of(ids_TK))
 
@@ -131,25 +131,21 @@ class Planned(Slots):
             self._planners[device] = exact_planner(channel.config, shape, channel.communicator.rank, device)
         return self._planners[device]
 
-    def _note_uneven(self, channel: Channel, counts_PE: Tensor, planner: ExactPlanner, loads_P: Tensor | None) -> None:
-        """Count a dispatch in which copies would have had too few rows. Warn once, if it is far from even.
-
-        ``loads_P`` are the rows of each rank if other copies are made, else None.
-        """
+    def _note_uneven(self, channel: Channel, counts_PE: Tensor, min_rows: int, plan: ExactPlan) -> None:
+        """Count a dispatch in which copies would have had too few rows. Warn once, if it is far from even."""
         channel.meter.count_rows(uneven=1)
-        loads_P = counts_PE.sum(0).view(len(counts_PE), -1).sum(1) if loads_P is None else loads_P
+        loads_P = counts_PE.sum(0).view(len(counts_PE), -1).sum(1) if plan.loads_P is None else plan.loads_P
         times = float(loads_P.max() / loads_P.double().mean())
         if times < _FAR or self._has_warned or channel.communicator.rank:
             return
-        self._has_warned, left_out = True, planner(counts_PE).left_out
-        assert left_out is not None
+        self._has_warned = True
         logger.warning(
             'balance="exact" has left out %d copies of experts in a dispatch of %d rows, because each would have had '
             "fewer than balance.min_rows (%d) rows. The busiest rank has %.2f times the mean rows. balance.min_rows=0 "
             "makes every copy. This is said once; metrics().dispatches_left_uneven counts such dispatches.",
-            int(left_out),
+            plan.left_out,
             int(counts_PE.sum()),
-            planner.min_rows,
+            min_rows,
             times,
         )
 
@@ -174,10 +170,7 @@ class Planned(Slots):
 
 
 def _assigned(plan: ExactPlan, slots_TK: Tensor) -> Assigned:
-    spare = plan.placement.copies_PS.shape[1]
-    return Assigned(
-        ids_TK=slots_TK, placement=plan.placement, experts_L=plan.experts_L, copies_S=plan.experts_L[-spare:]
-    )
+    return Assigned(ids_TK=slots_TK, placement=plan.placement, experts_L=plan.experts_L, num_copies=plan.num_copies)
 
 
 def home_of(channel: Channel) -> ExpertPlacement:

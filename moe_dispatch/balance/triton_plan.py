@@ -1,9 +1,8 @@
 """Triton kernels for ``ExactPlanner`` of ``exact.py`` in graph-safe mode: the same plan, bit by bit, in few launches.
 
-Nothing is sorted: a kernel compares every rank, or every expert of a rank, with each of the others in a loop, and adds
-up what comes before. All numbers are int64, so each run gives the same bits.
+Nothing is sorted. All numbers are integers, so each run gives the same bits.
 
-Legend: as in ``exact.py``. N ids, which are T * K.
+Legend: as in ``exact.py``. B blocks of the T * K ids.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -17,47 +16,59 @@ import triton.language as tl
 from torch import Tensor
 
 LARGEST = 4096
-"""Most experts whose numbers fit into the registers of one program."""
+"""Most ranks, and most experts of a rank, whose numbers fit into the registers of one program."""
 
 _BLOCK = 256
+_TALLIED = 128
+"""Ids that one program compares with each other."""
 _OPTIONS: Any = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-@triton.jit
-def first_at_least(ordered, value, num_ids, steps: tl.constexpr):
-    """Return the number of entries of ``ordered`` that are smaller than ``value``, by bisection."""
-    low = tl.zeros_like(value)
-    high = low + num_ids
-    for _ in range(steps):
-        middle = (low + high) // 2
-        open_ = low < high
-        smaller = tl.load(ordered + middle, mask=open_, other=0) < value
-        low = tl.where(open_ & smaller, middle + 1, low)
-        high = tl.where(open_ & (smaller == 0), middle, high)
-    return low
-
-
-@triton.jit
-def turns_kernel(ordered, places, counts, turns, num_ids, num_experts, steps: tl.constexpr, block: tl.constexpr):
-    """Count the ids of each expert, and write the number of equal ids before each id, which is 0 or more for -1 too."""
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    begin = first_at_least(ordered, at, num_ids, steps)
-    end = first_at_least(ordered, at + 1, num_ids, steps)
-    tl.store(counts + at, end - begin, mask=at < num_experts)
+@triton.jit(do_not_specialize=["num_ids"])
+def tally_kernel(ids, turns, tallies, num_ids, num_experts, block: tl.constexpr):
+    """Count the ids of each expert in one block of ids, and the equal ids of the block before each id."""
+    program, place = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+    mine = tallies + program * num_experts
+    for begin in range(0, num_experts, block):
+        tl.store(mine + begin + place, tl.zeros((block,), tl.int32), mask=begin + place < num_experts)
+    at = program * block + place
     inside = at < num_ids
-    mine = tl.load(ordered + at, mask=inside, other=0)
-    turn = at - first_at_least(ordered, mine, num_ids, steps)
-    tl.store(turns + tl.load(places + at, mask=inside, other=0), turn, mask=inside)
+    expert = tl.load(ids + at, mask=inside, other=-1).to(tl.int32)
+    again = tl.load(ids + at, mask=inside, other=-1).to(tl.int32)
+    equal = (expert[:, None] == again[None, :]).to(tl.int32)
+    turn = tl.sum(tl.where(place[None, :] < place[:, None], equal, 0), 1)
+    after = tl.sum(tl.where(place[None, :] > place[:, None], equal, 0), 1)
+    tl.store(turns + at, turn, mask=inside)
+    tl.debug_barrier()  # other threads have written the zeros
+    tl.store(mine + expert, turn + 1, mask=inside & (expert >= 0) & (after == 0))
 
 
-@triton.jit
-def slots_kernel(ids, turns, ends, slots, found, num_ids, size, block: tl.constexpr):
+@triton.jit(do_not_specialize=["num_blocks"])
+def totals_kernel(tallies, counts, num_blocks, num_experts, blocks: tl.constexpr, experts: tl.constexpr):
+    """Replace the counts of each block of ids by those of all blocks before it, and write the counts of all blocks."""
+    expert = tl.program_id(0) * experts + tl.arange(0, experts)
+    total = tl.zeros((experts,), tl.int64)
+    for begin in range(0, num_blocks, blocks):
+        row = begin + tl.arange(0, blocks)
+        inside = (row < num_blocks)[:, None] & (expert < num_experts)[None, :]
+        to = tallies + row.to(tl.int64)[:, None] * num_experts + expert[None, :]
+        here = tl.load(to, mask=inside, other=0)
+        tl.store(to, total.to(tl.int32)[None, :] + tl.cumsum(here, 0) - here, mask=inside)
+        total += tl.sum(here, 0)
+    tl.store(counts + expert, total, mask=expert < num_experts)
+
+
+@triton.jit(do_not_specialize=["num_ids"])
+def slots_kernel(
+    ids, turns, tallies, ends, slots, found, num_ids, num_experts, size, tallied: tl.constexpr, block: tl.constexpr
+):
     """Replace each id by its slot on the first rank whose rows end behind the turn of the id."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < num_ids
     expert = tl.load(ids + at, mask=inside, other=-1)
     exists = expert >= 0
     turn = tl.load(turns + at, mask=exists, other=0)
+    turn += tl.load(tallies + at // tallied * num_experts + expert, mask=exists, other=0)
     rank = tl.zeros((block,), tl.int64)
     for other in range(size):
         rank += (tl.load(ends + expert * size + other, mask=exists, other=0) <= turn).to(tl.int64)
@@ -66,144 +77,109 @@ def slots_kernel(ids, turns, ends, slots, found, num_ids, size, block: tl.conste
 
 
 @triton.jit
-def loads_kernel(counts, totals, blocks, inner, loads, size, own, multiple, block: tl.constexpr):
-    """Write rows and blocks of the experts of one rank, and where the blocks of each end if small experts are first."""
+def loads_kernel(
+    counts,
+    totals,
+    blocks,
+    loads,
+    given,
+    taken,
+    copied,
+    copies,
+    held,
+    num_copies,
+    size,
+    own,
+    spare,
+    multiple,
+    mine,
+    block: tl.constexpr,
+):
+    """Write rows and blocks of the experts of one rank, and of a plan without copies what the other kernels change."""
     rank, number = tl.program_id(0), tl.arange(0, block)
-    inside = number < own
+    inside, num_experts = number < own, size * own
     expert = rank * own + number
     total = tl.zeros((block,), tl.int64)
-    for source in range(size):
-        total += tl.load(counts + source * size * own + expert, mask=inside, other=0)
-    mine = (total + multiple - 1) // multiple
+    for other in range(size):
+        to = other * num_experts + expert
+        total += tl.load(counts + to, mask=inside, other=0)
+        tl.store(copied + to, tl.zeros((block,), tl.int64), mask=inside)
+    in_blocks = (total + multiple - 1) // multiple
     tl.store(totals + expert, total, mask=inside)
-    tl.store(blocks + expert, mine, mask=inside)
-    tl.debug_barrier()  # the loop reads what other threads have written
-    until = tl.zeros((block,), tl.int64)
-    for other in range(own):
-        theirs = tl.load(blocks + rank * own + other)
-        until += tl.where((theirs < mine) | ((theirs == mine) & (other <= number)), theirs, 0)
-    tl.store(inner + expert, until, mask=inside)
-    tl.store(loads + rank, tl.sum(mine, 0))
+    tl.store(blocks + expert, in_blocks, mask=inside)
+    tl.store(loads + rank, tl.sum(in_blocks, 0))
+    tl.store(given + rank, 0)
+    tl.store(taken + rank, 0)
+    empty = tl.zeros((block,), tl.int64) + num_experts
+    tl.store(copies + rank * spare + number, empty, mask=number < spare)
+    tl.store(held + number, expert.to(tl.int64), mask=inside & (rank == mine))
+    tl.store(held + own + number, empty, mask=(number < spare) & (rank == mine))
+    tl.store(num_copies, 0, mask=rank == mine)
 
 
 @triton.jit
-def balance_of(rank, load, total, bound, size, is_exact: tl.constexpr):
-    """Return the blocks of a rank above its cap, and the key by which ranks are sorted."""
+def take_kernel(
+    loads,
+    blocks,
+    bound,
+    given,
+    taken,
+    copied,
+    numbers,
+    size,
+    own,
+    spare,
+    is_exact: tl.constexpr,
+    few: tl.constexpr,
+    ranks: tl.constexpr,
+    experts: tl.constexpr,
+):
+    """Write which blocks the other ranks take over from one rank, and the numbers of the slots of these copies.
+
+    Does what ``taken_over`` does. Every program pairs all ranks, and keeps what others take from its own rank. A key
+    has a number and a place. The largest key is that of the largest number, and of the first of equal ones.
+    """
+    donor, rank, number = tl.program_id(0), tl.arange(0, ranks), tl.arange(0, experts)
+    exists = rank < size
+    load = tl.load(loads + rank, mask=exists, other=0)
+    total = tl.sum(load, 0)
     if is_exact:
         cap = total // size + (rank < total % size).to(tl.int64)
     else:
         cap = tl.ceil(total.to(tl.float64) * tl.load(bound) / size).to(tl.int64)
-    balance = load - cap
-    return balance, tl.where(balance < 0, balance, 0x7FFFFFFFFFFFFFFF - balance)
-
-
-@triton.jit
-def ranks_kernel(loads, bound, starts, keeps, begins, amounts, size, is_exact: tl.constexpr, block: tl.constexpr):
-    """Write where the blocks of each rank start on the line, which of them it keeps, and which others it takes over.
-
-    Names are those of ``ExactPlanner._copied``. Ranks keep their places here, and ``place`` is their place in the order
-    there. The outputs hold what the loops read of other ranks, until the results are stored.
-    """
-    rank = tl.arange(0, block)
-    inside = rank < size
-    load = tl.load(loads + rank, mask=inside, other=0)
-    total = tl.sum(load, 0)
-    balance, key = balance_of(rank, load, total, bound, size, is_exact)
-    balance = tl.where(inside, balance, 0)
-    has_room, excess = balance < 0, tl.maximum(balance, 0)
-    most = tl.sum(excess, 0)
-    place, gone, rooms, sums = excess * 0, excess * 0, excess * 0, excess * 0
-    for other in range(size):
-        their_load = tl.load(loads + other)
-        theirs, their_key = balance_of(other, their_load, total, bound, size, is_exact)
-        until = (their_key < key) | ((their_key == key) & (other <= rank))
-        place += (until & (other != rank)).to(tl.int64)
-        gone += tl.where(until, tl.maximum(theirs, 0), 0)
-        rooms += tl.where(until, tl.maximum(-theirs, 0), 0)
-        sums += tl.where(until, their_load, 0)
-    taken, before = tl.minimum(rooms, most), tl.minimum(rooms - (excess - balance), most)
-    start = tl.where(has_room, before, gone)
-    tl.store(starts + rank, taken, mask=inside)
-    tl.store(keeps + rank, gone, mask=inside)
-    tl.debug_barrier()  # the loop reads what other threads have written
-    dry, donor = most + excess * 0, excess * 0
-    for other in range(size):
-        theirs = tl.load(starts + other)
-        dry = tl.where(theirs >= gone, tl.minimum(theirs, dry), dry)
-        donor += (tl.load(keeps + other) <= start).to(tl.int64)
-    donor = tl.minimum(donor, size - 1)
-    lack = tl.where(excess > 0, dry - gone, 0)
-    tl.store(begins + rank, place, mask=inside)
-    tl.store(amounts + rank, sums - lack - gone, mask=inside)
-    tl.debug_barrier()
-    begin = start
-    for other in range(size):
-        begin += tl.where(tl.load(begins + other) == donor, tl.load(amounts + other), 0)
-    tl.debug_barrier()
-    tl.store(starts + rank, sums - load, mask=inside)
-    tl.store(keeps + rank, sums - excess - lack, mask=inside)
-    tl.store(begins + rank, begin, mask=inside)
-    tl.store(amounts + rank, tl.where(has_room, taken - before, lack), mask=inside)
-
-
-@triton.jit
-def copies_kernel(
-    blocks,
-    inner,
-    starts,
-    keeps,
-    begins,
-    amounts,
-    copied,
-    wanted,
-    copies,
-    slots,
-    held,
-    size,
-    own,
-    spare,
-    mine,
-    few: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Write the copies on one rank, the blocks that they take over, and the slot of each expert.
-
-    With ``few`` slots some shares have none. ``wanted`` then says how many blocks more of its first copy the rank would
-    take. ``held`` are the experts in the slots of rank ``mine``.
-    """
-    rank, expert = tl.program_id(0), tl.arange(0, block)
-    num_experts = size * own
-    inside = expert < num_experts
-    home = expert // own
-    is_home = inside & (home == rank)
-    high = tl.load(inner + expert, mask=inside, other=0) + tl.load(starts + home, mask=inside, other=0)
-    low = high - tl.load(blocks + expert, mask=inside, other=0)
-    begin = tl.load(begins + rank)
-    overlap = tl.minimum(high, begin + tl.load(amounts + rank)) - tl.maximum(low, begin)
-    overlap = tl.where(inside, tl.maximum(overlap, 0), 0)
-    planned, reach = tl.sum(overlap, 0), overlap
-    if few:
-        at_home = tl.minimum(high, tl.load(keeps + home, mask=inside, other=0)) - low
-        reach = tl.where(overlap > 0, tl.minimum(overlap + tl.maximum(at_home, 0), planned), 0)
-    key = tl.where(reach > 0, reach * num_experts + num_experts - 1 - expert, -1)
-    slot = tl.where(is_home, expert + rank * spare, 0).to(tl.int64)
-    tl.store(held + expert - rank * own, expert.to(tl.int64), mask=is_home & (rank == mine))
-    largest = tl.max(key, 0)
-    for number in range(spare):
-        best = tl.max(key, 0)
-        chosen = (key == best) & (best >= 0)
-        kept = tl.where(best >= 0, num_experts - 1 - best % num_experts, num_experts)
-        tl.store(copies + rank * spare + number, kept)
-        tl.store(held + own + number, kept, mask=rank == mine)
-        slot = tl.where(chosen, rank * (own + spare) + own + number, slot)
-        key = tl.where(chosen, -1, key)
-    tl.store(slots + expert * size + rank, slot, mask=inside)
-    if few:
-        overlap = tl.where(key >= 0, 0, overlap)
-        is_largest = (overlap > 0) & (reach * num_experts + num_experts - 1 - expert == largest)
-        more = tl.where(is_largest, planned - tl.sum(overlap, 0), 0)
-        tl.store(wanted + rank * num_experts + expert, more, mask=inside)
-    tl.store(copied + rank * num_experts + expert, overlap, mask=inside)
+    balance = tl.where(exists, load - cap, 0)
+    slack = -tl.sum(balance, 0)
+    quota = balance * 0
+    last = tl.where(exists, size - 1 - rank, -1)
+    most = tl.max(balance * size + last, 0)
+    while most >= size:
+        excess, giver = most // size, size - 1 - most % size
+        least = tl.max(last - balance * size, 0)
+        room, taker = least // size, size - 1 - least % size
+        spared = tl.minimum(tl.maximum(room - excess, 0), slack)
+        slack -= spared
+        quota = tl.where((rank == taker) & (giver == donor), room - spared, quota)
+        balance = tl.where(rank == taker, 0, tl.where(rank == giver, balance - room + spared, balance))
+        most = tl.max(balance * size + last, 0)
+    left = tl.load(blocks + donor * own + number, mask=number < own, other=0)
+    back, used, gone = tl.where(number < own, own - 1 - number, -1), quota * 0, quota * 0
+    most = tl.max(quota * size + last, 0)
+    while most >= size:
+        taker, largest = size - 1 - most % size, tl.max(left * own + back, 0)
+        expert, is_taker = own - 1 - largest % own, rank == taker
+        moved = tl.minimum(most // size, largest // own)
+        to = taker * size * own + donor * own + expert
+        tl.store(copied + to, moved)
+        tl.store(numbers + to, tl.sum(tl.where(is_taker, used, 0), 0))
+        left = tl.where(number == expert, left - moved, left)
+        used += is_taker.to(tl.int64)
+        gone += tl.where(is_taker, moved, 0)
+        quota = tl.where(is_taker, quota - moved, quota)
+        if few:
+            quota = tl.where(used >= spare, 0, quota)
+        most = tl.max(quota * size + last, 0)
+    tl.store(given + donor, tl.sum(gone, 0))
+    tl.store(taken + rank, gone, mask=gone > 0)
 
 
 @triton.jit
@@ -224,11 +200,19 @@ def split_kernel(
     counts,
     totals,
     blocks,
+    loads,
+    given,
+    taken,
     copied,
-    wanted,
+    numbers,
+    copies,
     ends,
+    slots,
+    held,
+    num_copies,
     size,
     own,
+    spare,
     per_node,
     multiple,
     mine,
@@ -237,24 +221,35 @@ def split_kernel(
     nodes: tl.constexpr,
     places: tl.constexpr,
 ):
-    """Write how many rows of each expert rank ``mine`` sends to each rank, as inclusive sums over the ranks."""
+    """Write the slots, and how many rows of each expert rank ``mine`` sends to each rank, as inclusive sums over these.
+
+    With ``few`` slots, does what ``ExactPlanner._relieving`` does first.
+    """
     expert = (tl.program_id(0) * experts + tl.arange(0, experts))[:, None, None]
     node, place = tl.arange(0, nodes)[None, :, None], tl.arange(0, places)[None, None, :]
     num_experts, rank = size * own, node * per_node + place
-    exists = expert < num_experts
-    inside = exists & (place < per_node) & (rank < size)
+    exists, is_rank = expert < num_experts, (place < per_node) & (rank < size)
+    inside = exists & is_rank
     total, in_blocks = tl.load(totals + expert, mask=exists, other=0), tl.load(blocks + expert, mask=exists, other=0)
-    taken = tl.load(copied + rank * num_experts + expert, mask=inside, other=0)
+    share = tl.load(copied + rank * num_experts + expert, mask=inside, other=0)
     if few:
-        more = tl.load(wanted + rank * num_experts + expert, mask=inside, other=0)
-        at_home, sums = in_blocks - whole(taken), sums_until(more)
-        taken += tl.minimum(sums, at_home) - tl.minimum(sums - more, at_home)
-    share = tl.where(inside, tl.where(rank == expert // own, in_blocks - whole(taken), taken), 0)
+        load = tl.load(loads + rank, mask=is_rank, other=0)
+        after = load - tl.load(given + rank, mask=is_rank, other=0) + tl.load(taken + rank, mask=is_rank, other=0)
+        is_worse = tl.max(tl.max(after, 2), 1) > tl.max(tl.max(load, 2), 1)
+        share = tl.where(is_worse[:, None, None] & (load * size > whole(load)), 0, share)
+    is_copy, is_mine = share > 0, inside & (rank == mine)
+    number = tl.load(numbers + rank * num_experts + expert, mask=is_copy, other=0)
+    tl.store(copies + rank * spare + number, expert.to(tl.int64), mask=is_copy)
+    tl.store(held + own + number, expert.to(tl.int64), mask=is_copy & is_mine)
+    tl.atomic_add(num_copies, tl.sum((is_copy & is_mine).to(tl.int64)))
+    slot = tl.where(is_copy, own + number, expert % own) + rank * (own + spare)
+    tl.store(slots + expert * size + rank, tl.where(is_copy | (rank == expert // own), slot, 0), mask=inside)
+    share = tl.where(inside & (rank == expert // own), in_blocks - whole(share), share)
     sums = sums_until(share)
     demand = tl.minimum(sums * multiple, total) - tl.minimum((sums - share) * multiple, total)
     supply = tl.load(counts + rank * num_experts + expert, mask=inside, other=0)
     # Rows of a rank that stay there.
-    is_mine, both = inside & (rank == mine), tl.minimum(supply, demand)
+    both = tl.minimum(supply, demand)
     flow = tl.where(is_mine, both, 0)
     supply, demand = supply - both, demand - both
     # Rows that stay on their node. Ends are cut to what the node can keep.
@@ -274,28 +269,34 @@ def split_kernel(
     tl.store(ends + expert * size + rank, sums_until(flow), mask=inside)
 
 
-def counts_and_turns(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Do what ``slot_table.counts_and_turns`` does. Turns of -1 may differ. Cost: a stable sort, one launch."""
-    ordered_N, places_N = ids_TK.flatten().sort(stable=True)
-    counts_E, turns_TK = ordered_N.new_empty(num_experts), ordered_N.new_empty(ids_TK.shape)
-    num_ids = len(ordered_N)
+def counts_and_turns(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Count the ids of each expert, (E,). Cost: two launches.
+
+    Also return for each id the equal ids before it in its block of ids, int32 (T, K), and for each block the ids of
+    each expert before the block, int32 (B, E), for ``slots_of``.
+    """
+    ids_TK, num_ids = ids_TK.contiguous(), ids_TK.numel()
+    num_blocks = triton.cdiv(num_ids, _TALLIED)
+    turns_TK = torch.empty_like(ids_TK, dtype=torch.int32)
+    tallies_BE = turns_TK.new_empty(num_blocks, num_experts)
+    counts_E = torch.empty(num_experts, dtype=torch.int64, device=ids_TK.device)
     with torch.cuda.device_of(ids_TK):
-        turns_kernel[(triton.cdiv(max(num_ids, num_experts), _BLOCK),)](
-            *(ordered_N, places_N, counts_E, turns_TK, num_ids, num_experts),
-            steps=num_ids.bit_length(),
-            block=_BLOCK,
-            **_OPTIONS,
+        if num_ids:
+            tally_kernel[(num_blocks,)](ids_TK, turns_TK, tallies_BE, num_ids, num_experts, block=_TALLIED, **_OPTIONS)
+        totals_kernel[(triton.cdiv(num_experts, 16),)](
+            *(tallies_BE, counts_E, num_blocks, num_experts), blocks=_BLOCK, experts=16, **_OPTIONS
         )
-    return counts_E, turns_TK
+    return counts_E, (turns_TK, tallies_BE)
 
 
-def slots_of(ends_EP: Tensor, slots_EP: Tensor, ids_TK: Tensor, turns_TK: Tensor) -> Tensor:
+def slots_of(ends_EP: Tensor, slots_EP: Tensor, ids_TK: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
     """Do what ``ExactPlan.slots_of`` does. Cost: one launch."""
-    found_TK = torch.empty_like(turns_TK)
+    found_TK = torch.empty_like(ids_TK, memory_format=torch.contiguous_format)
     if ids_TK.numel():
         with torch.cuda.device_of(ids_TK):
             slots_kernel[(triton.cdiv(ids_TK.numel(), _BLOCK),)](
-                *(ids_TK.contiguous(), turns_TK, ends_EP, slots_EP, found_TK, ids_TK.numel(), ends_EP.shape[1]),
+                *(ids_TK.contiguous(), *turns, ends_EP, slots_EP, found_TK, ids_TK.numel(), *ends_EP.shape),
+                tallied=_TALLIED,
                 block=_BLOCK,
                 **_OPTIONS,
             )
@@ -304,8 +305,8 @@ def slots_of(ends_EP: Tensor, slots_EP: Tensor, ids_TK: Tensor, turns_TK: Tensor
 
 def plan(
     counts_PE: Tensor, rank: int, *, spare: int, bound: Tensor | None, pad_multiple: int, per_node: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do what ``ExactPlanner`` does, without ``min_rows``. Cost: four launches.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Do what ``ExactPlanner`` does. Cost: three launches.
 
     Args:
         counts_PE: As in ``ExactPlanner``.
@@ -316,44 +317,46 @@ def plan(
         per_node: Number of ranks of a node, at most P.
 
     Returns:
-        ``copies_PS``, ``ends_EP``, ``slots_EP`` and ``experts_L`` of the plan.
+        ``copies_PS``, ``ends_EP``, ``slots_EP``, ``experts_L`` and ``num_copies`` of the plan.
     """
     counts_PE = counts_PE.contiguous()
     size, num_experts = counts_PE.shape
     own, few = num_experts // size, spare < num_experts // size
-    totals_E, blocks_E, inner_E = counts_PE.new_empty(3, num_experts).unbind()
-    loads_P, starts_P, keeps_P, begins_P, amounts_P = counts_PE.new_empty(5, size).unbind()
-    copied_PE, wanted_PE = torch.empty_like(counts_PE), torch.empty_like(counts_PE) if few else None
+    totals_E, blocks_E = counts_PE.new_empty(2, num_experts).unbind()
+    loads_P, given_P, taken_P = counts_PE.new_empty(3, size).unbind()
+    copied_PE, numbers_PE = counts_PE.new_empty(2, size, num_experts).unbind()
     copies_PS, experts_L = counts_PE.new_empty(size, spare), counts_PE.new_empty(own + spare)
     ends_EP, slots_EP = counts_PE.new_empty(2, num_experts, size).unbind()
+    num_copies = counts_PE.new_empty(())
+    of_rank = triton.next_power_of_2(own)
     with torch.cuda.device_of(counts_PE):
         loads_kernel[(size,)](
-            *(counts_PE, totals_E, blocks_E, inner_E, loads_P, size, own, pad_multiple),
-            block=triton.next_power_of_2(own),
+            *(counts_PE, totals_E, blocks_E, loads_P, given_P, taken_P, copied_PE, copies_PS, experts_L, num_copies),
+            *(size, own, spare, pad_multiple, rank),
+            block=of_rank,
             **_OPTIONS,
         )
-        ranks_kernel[(1,)](
-            *(loads_P, bound, starts_P, keeps_P, begins_P, amounts_P, size),
+        ranks = triton.next_power_of_2(size)
+        take_kernel[(size,)](
+            *(loads_P, blocks_E, bound, given_P, taken_P, copied_PE, numbers_PE, size, own, spare),
             is_exact=bound is None,
-            block=triton.next_power_of_2(size),
-            **_OPTIONS,
-        )
-        copies_kernel[(size,)](
-            *(blocks_E, inner_E, starts_P, keeps_P, begins_P, amounts_P),
-            *(copied_PE, wanted_PE, copies_PS, slots_EP, experts_L),
-            *(size, own, spare, rank),
             few=few,
-            block=triton.next_power_of_2(num_experts),
-            **_OPTIONS,
+            ranks=ranks,
+            experts=of_rank,
+            # One warp finds a largest number without waiting for others.
+            num_warps=1 if max(ranks, of_rank) <= 128 else 4,
+            enable_fp_fusion=False,
         )
         nodes, places = triton.next_power_of_2(size // per_node), triton.next_power_of_2(per_node)
         experts = max(1, _BLOCK // (nodes * places))
         split_kernel[(triton.cdiv(num_experts, experts),)](
-            *(counts_PE, totals_E, blocks_E, copied_PE, wanted_PE, ends_EP, size, own, per_node, pad_multiple, rank),
+            *(counts_PE, totals_E, blocks_E, loads_P, given_P, taken_P, copied_PE, numbers_PE),
+            *(copies_PS, ends_EP, slots_EP, experts_L, num_copies),
+            *(size, own, spare, per_node, pad_multiple, rank),
             few=few,
             experts=experts,
             nodes=nodes,
             places=places,
             **_OPTIONS,
         )
-    return copies_PS, ends_EP, slots_EP, experts_L
+    return copies_PS, ends_EP, slots_EP, experts_L, num_copies

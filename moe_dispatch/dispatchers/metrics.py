@@ -196,8 +196,8 @@ class Meter:
                     own.add_(arrived.real_tokens_per_expert)
                 else:
                     by_expert.index_add_(0, departed.assigned.experts_L.to(device), arrived.real_tokens_per_expert)
-                    if departed.assigned.copies_S is not None:
-                        copies.add_((departed.assigned.copies_S < self._num_experts).sum())
+                    if departed.assigned.num_copies is not None:
+                        copies.add_(departed.assigned.num_copies)
                 if arrived.tokens_per_expert is not arrived.real_tokens_per_expert:
                     padding.add_(arrived.tokens_per_expert).sub_(arrived.real_tokens_per_expert)
                 if departed.valid_T is not None:

@@ -193,14 +193,14 @@ def test_kernels_of_exact_plans_compile_for_gpus(capability: int, record: Record
     """For 64 ranks with 4 experts each, with as many spare slots and with fewer, exact and with a bound."""
     from moe_dispatch.balance import triton_plan
 
-    names = ("turns_kernel", "slots_kernel", "loads_kernel", "ranks_kernel", "copies_kernel", "split_kernel")
+    names = ("tally_kernel", "totals_kernel", "slots_kernel", "loads_kernel", "take_kernel", "split_kernel")
     found = record(triton_plan, *names)
     counts_PE = torch.zeros(64, 256, dtype=torch.int64)
     for spare, bound in ((4, None), (1, torch.ones((), dtype=torch.float64))):
         triton_plan.plan(counts_PE, 3, spare=spare, bound=bound, pad_multiple=16, per_node=8)
     ids_TK = torch.zeros(4096, 8, dtype=torch.int64)
-    turns_TK = triton_plan.counts_and_turns(ids_TK, 256)[1]
-    triton_plan.slots_of(torch.zeros(256, 64).long(), torch.zeros(256, 64).long(), ids_TK, turns_TK)
+    turns = triton_plan.counts_and_turns(ids_TK, 256)[1]
+    triton_plan.slots_of(torch.zeros(256, 64).long(), torch.zeros(256, 64).long(), ids_TK, turns)
     for kernel, recorder in found.values():
         for launch in recorder.launches:
             assert f".target sm_{capability}" in compiled(kernel, launch, capability).asm["ptx"]

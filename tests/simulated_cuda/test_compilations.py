@@ -12,6 +12,7 @@ import torch.distributed as dist
 from triton.runtime.jit import JITFunction
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch.balance import triton_plan
 from moe_dispatch.permutation import triton_kernels, triton_tables
 from moe_dispatch.quantised import triton_codes
 from tests.simulated_cuda.ranks import NcclRanks
@@ -19,7 +20,7 @@ from tests.simulated_cuda.ranks import NcclRanks
 FIRST, MOST_ROWS, EXPERTS, TOP_K, HIDDEN = 5, 40, 8, 2, 32
 KERNELS = [
     kernel
-    for module in (triton_kernels, triton_tables, triton_codes)
+    for module in (triton_kernels, triton_tables, triton_codes, triton_plan)
     for kernel in vars(module).values()
     if isinstance(kernel, JITFunction) and kernel.fn.__name__.endswith("_kernel")
 ]
@@ -47,7 +48,9 @@ def run(count: int, group: dist.ProcessGroup, config: DispatcherConfig) -> Itera
 
 
 @pytest.mark.parametrize(
-    ("fields", "steps"), [({}, 200), (SAFE, 40), (QUANTISED, 40)], ids=["eager", "graph-safe", "quantised"]
+    ("fields", "steps"),
+    [({}, 200), (SAFE, 40), (QUANTISED, 40), ({**SAFE, "balance": "exact"}, 200)],
+    ids=["eager", "graph-safe", "quantised", "balanced"],
 )
 def test_no_kernel_is_compiled_after_the_first_steps(fields: dict[str, Any], steps: int) -> None:
     torch.use_deterministic_algorithms(False)  # which fills memory; conftest.py restores it
