@@ -73,10 +73,8 @@ class RankMajorRoute(Route):
         shape = self.context.shape
         grad_SD = self.spread(grad_TD, shape.grad_wire_dtype or back_wire(shape.wire_dtype), label="combine.backward")
         if not isinstance(grad_SD, Tensor):
-            if weights_R is None:
-                grad_RD = expand(self, grad_SD, grad_TD.dtype)
-                return grad_RD if isinstance(grad_RD, Tensor) else grad_RD.gradient(grad_TD.dtype), None
-            grad_SD = grad_SD.decoded(grad_TD.dtype)
+            given = (self.index, weights_R, rows_RD, grad_TD.dtype)
+            return grad_SD.expand_weighted(self.permutation, *given, as_sent=shape.quantised)
         permutation = self.context.permutations[type(grad_SD), grad_SD.device.type]
         return permutation.expand_weighted(grad_SD, self.index, weights_R, rows_RD, grad_TD.dtype)
 

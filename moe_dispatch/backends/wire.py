@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, final
 
 import torch
 from torch import Tensor
@@ -46,6 +46,16 @@ class Encoded(Protocol):
         self, permutation: Permutation, index: SlotIndex, dtype: torch.dtype, *, as_sent: bool
     ) -> Tensor | Encoded:
         """Copy the rows to their experts, as ``Permutation.expand`` does: in ``dtype``, or as they travelled."""
+        ...
+
+    def expand_weighted(self, permutation: Permutation, *given: Any, as_sent: bool) -> tuple[Tensor, Tensor | None]:
+        """Do what ``Permutation.expand_weighted`` does with the rows in its ``dtype``.
+
+        Args:
+            permutation: Implementation for the device of the rows.
+            *given: The arguments of ``Permutation.expand_weighted`` behind the rows.
+            as_sent: Whether gradients without weights are those that ``gradient`` returns.
+        """
         ...
 
     def gradient(self, dtype: torch.dtype) -> Tensor:

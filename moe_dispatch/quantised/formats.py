@@ -9,13 +9,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, final
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.backends.wire import WireFormat
 from moe_dispatch.errors import ConfigError, did_you_mean
+from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.quantised.rows import (
     QuantisedDispatched,
     QuantisedRows,
@@ -180,6 +181,23 @@ class Quantised(NamedTuple):
             scales, one = found._scales_and_one()
             scales.index_fill_(0, index.padding, one)
         return found
+
+    def expand_weighted(self, permutation: Permutation, *given: Any, as_sent: bool) -> tuple[Tensor, Tensor | None]:
+        """Do what ``Permutation.expand_weighted`` does with the rows. Cost: one launch with kernels."""
+        index, weights_R, partners_RD, dtype = given
+        if weights_R is None:
+            found = self.expand(permutation, index, dtype, as_sent=as_sent)
+            return found if isinstance(found, Tensor) else found.gradient(dtype), None
+        if permutation.name != "triton":
+            return permutation.expand_weighted(widen(self, dtype), *given)
+        codes, scales = as_bytes(self)
+        grads = codes.new_empty(index.num_grouped, codes.shape[1], dtype=dtype)
+        dots = None if partners_RD is None else grads.new_empty(index.num_grouped, dtype=accumulation_dtype(dtype))
+        tables = index.byrow_N, index.cu_S, index.padding
+        load_kernels().expand_weighted(
+            codes, scales, grads, dots, *tables, weights=weights_R, partners=partners_RD, most=index.top_k
+        )
+        return grads, None if dots is None else dots.to(weights_R.dtype)
 
     def gradient(self, dtype: torch.dtype) -> Tensor:
         """Return gradient rows that arrived, for autograd. ``quantised_form`` finds them again in the next backward."""

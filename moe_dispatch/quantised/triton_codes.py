@@ -160,6 +160,67 @@ def expand_kernel(
             tl.store(out_scales + empty * out_scales_stride + block, one, mask=to)
 
 
+@triton.jit(do_not_specialize=["num_rows", "num_grouped"])
+def expand_weighted_kernel(
+    codes,
+    scales,
+    places,
+    edges,
+    padding,
+    weights,
+    partners,
+    out,
+    dots,
+    num_rows,
+    num_grouped,
+    width,
+    codes_stride,
+    scales_stride,
+    partners_stride,
+    partners_step,
+    out_stride,
+    powers: tl.constexpr,
+    size: tl.constexpr,
+    most: tl.constexpr,
+    accumulate: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Do what ``scatter_weighted_kernel`` of the reorder does with quantised rows, widened to the dtype of ``out``."""
+    at = tl.program_id(0).to(tl.int64)
+    if at < num_rows:
+        begin, end = tl.load(edges + at), tl.load(edges + at + 1)
+        number = tl.arange(0, most)
+        exists = number < end - begin
+        place = tl.load(places + (begin + number), mask=exists, other=0)
+        weight = tl.load(weights + place, mask=exists, other=0).to(accumulate)[:, None]
+        dot = tl.zeros((most, block), dtype=accumulate)
+        for first in range(0, width, block):
+            columns = first + tl.arange(0, block).to(tl.int64)
+            read = columns < tl.where(begin < end, width, 0)
+            factor = tl.load(scales + at * scales_stride + columns // size, mask=read, other=0)
+            if powers:
+                factor = _power(factor.to(tl.int32))
+            values = _values(tl.load(codes + at * codes_stride + columns, mask=read, other=0)) * factor
+            values = values.to(out.dtype.element_ty).to(accumulate)[None, :]
+            inside = exists[:, None] & read[None, :]
+            product = (values * weight).to(out.dtype.element_ty)
+            tl.store(out + (place[:, None] * out_stride + columns[None, :]), product, mask=inside)
+            if partners is not None:
+                of = place[:, None] * partners_stride + columns[None, :] * partners_step
+                partner = tl.load(partners + of, mask=inside, other=0).to(accumulate)
+                dot = tl.fma(tl.broadcast_to(values, (most, block)), partner, dot)
+        if partners is not None:
+            tl.store(dots + place, tl.sum(dot, 1), mask=exists)
+    elif padding is not None:
+        empty = tl.load(padding + (at - num_rows))
+        for first in range(0, width, block):
+            columns = first + tl.arange(0, block).to(tl.int64)
+            write = columns < tl.where(empty < num_grouped, width, 0)
+            tl.store(out + empty * out_stride + columns, tl.zeros((block,), out.dtype.element_ty), mask=write)
+        if partners is not None:
+            tl.store(dots + empty, tl.zeros((), accumulate), mask=empty < num_grouped)
+
+
 @torch.compiler.disable  # torch.compile can trace neither ``device_of`` nor Triton's interpreter
 def quantise(
     rows: Tensor, codes: Tensor, scales: Tensor, places: Tensor | None = None, edges: Tensor | None = None
@@ -212,6 +273,45 @@ def expand(
                 *(codes, scales, places, edges, padding, out, out_scales, num_rows, out.shape[0], width),
                 *(codes.stride(0), scales.stride(0), out.stride(0), 0 if out_scales is None else out_scales.stride(0)),
                 **options,
+            )
+
+
+@torch.compiler.disable
+def expand_weighted(
+    codes: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    dots: Tensor | None,
+    places: Tensor,
+    edges: Tensor,
+    padding: Tensor | None,
+    *,
+    weights: Tensor,
+    partners: Tensor | None,
+    most: int,
+) -> None:
+    """Launch ``expand_weighted_kernel``: as in ``expand``, and weights (R,), partners (R, D), dots (R,).
+
+    ``most`` is the largest number of places of a row. Blocks are those of ``scatter_weighted``, and so are the sums.
+    """
+    num_rows, width = codes.shape
+    programs = num_rows + (0 if padding is None else padding.shape[0])
+    if out.numel() and programs:
+        most = triton.next_power_of_2(most)
+        block = min(triton.next_power_of_2(width), _MAX_BLOCK, 8 * _MAX_BLOCK // most)
+        with torch.cuda.device_of(out):
+            expand_weighted_kernel[(programs,)](
+                *(codes, scales, places, edges, padding, weights.contiguous(), partners, out, dots),
+                *(num_rows, out.shape[0], width, codes.stride(0), scales.stride(0)),
+                *((0, 0) if partners is None else partners.stride()),
+                out.stride(0),
+                powers=scales.dtype == torch.uint8,
+                size=width // scales.shape[1],
+                most=most,
+                accumulate=tl.float64 if out.dtype == torch.float64 else tl.float32,
+                block=block,
+                num_warps=min(16, max(1, most * block // 1024)),
+                enable_fp_fusion=False,
             )
 
 

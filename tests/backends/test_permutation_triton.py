@@ -215,7 +215,7 @@ def test_kernels_of_quantised_rows_compile_for_gpus(recipe: WireDtype, capabilit
     """With packets of real sizes. Rows, codes and widened rows are accessed 16 bytes at once."""
     from moe_dispatch.quantised import triton_codes
 
-    found = record(triton_codes, "quantise_kernel", "expand_kernel")
+    found = record(triton_codes, "quantise_kernel", "expand_kernel", "expand_weighted_kernel")
     rows, index, row = torch.zeros(4, 7168).bfloat16(), EXAMPLE.index, row_format(torch.bfloat16, 7168, recipe)
     form = packet_format(row, 8, torch.float32, torch.int16)
     packets = form.unpack(torch.zeros(4, form.stride, dtype=torch.uint8))[0]
@@ -224,18 +224,24 @@ def test_kernels_of_quantised_rows_compile_for_gpus(recipe: WireDtype, capabilit
     for as_sent in (False, True):
         packets.expand(TritonPermutation(), index, torch.bfloat16, as_sent=as_sent)
     triton_codes.expand(*as_bytes(packets), rows)
+    rows_RD, weights_R = torch.zeros(index.num_grouped, 7168).bfloat16(), torch.ones(index.num_grouped)
+    packets.expand_weighted(TritonPermutation(), index, weights_R, rows_RD, torch.bfloat16, as_sent=False)
     of_scales = "b32" if recipe == "float8_e4m3fn" else "b8"
     launches = [(kernel, launch) for kernel, recorder in found.values() for launch in recorder.launches]
-    assert len(launches) == 4
+    assert len(launches) == 5
     for kernel, launch in launches:
         assert launch[1]["enable_fp_fusion"] is False
         result = compiled(kernel, launch, capability)
         ptx, code = result.asm["ptx"], result.asm["ttir"]
         assert result.asm["cubin"]
         assert f".target sm_{capability}" in ptx
-        assert not re.search(r"\b(atom|red)\.|\.ftz|div\.full|fma\.", ptx)
-        # Entries of tables are read one by one.
-        assert set(re.findall(r"(?:ld|st)\.global\.(\S+)", ptx)) - {"b64"} == {"v4.b32", of_scales}
+        assert not re.search(r"\b(atom|red)\.|\.ftz|div\.full", ptx)
+        assert ("fma.rn" in ptx) == ("partners" in kernel.arg_names)
+        # Entries of tables are accessed one by one, and so are float32 weights and dot products.
+        narrow = {"b64", of_scales, *(["b32"] if "weights" in kernel.arg_names else [])}
+        assert set(re.findall(r"(?:ld|st)\.global\.(\S+)", ptx)) <= {"v4.b32", *narrow}
+        assert "ld.global.v4.b32" in ptx
+        assert "st.global.v4.b32" in ptx
         offsets = re.findall(r"tt\.addptr %\w+, (%\w+) : .*, (?:tensor<[\dx]+)?(i\d+)>? loc", code)
         assert {kind for offset, kind in offsets if offset != "%c1_i32"} == {"i64"}
         assert not re.search(r"arith\.muli .*: (?:tensor<[\dx]+)?i32", code)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_dispatch.backends.wire import row_format
@@ -98,15 +99,14 @@ def test_every_number_is_rounded_to_the_code_of_torch(kernels: Any, recipe: str)
     near = [torch.nextafter(middles, torch.tensor(to)) for to in (0.0, 1e9)]
     numbers = torch.cat([numbers[numbers.abs() <= 448], codes, middles, *near])
     numbers = torch.cat([numbers, -numbers])
-    rows = torch.zeros(-(-len(numbers) // (form.block - 1)), form.block)
-    rows[:, 0] = 448
-    rows[:, 1:].reshape(-1)[: len(numbers)] = numbers
-    wide = torch.zeros(-(-len(rows) // 40) * 40, form.block)
-    wide[: len(rows)] = rows
-    wide = wide.view(-1, 40 * form.block)
+    others = form.block - 1  # each block begins with 448
+    blocks = F.pad(numbers, (0, -len(numbers) % (40 * others))).view(-1, others)
+    wide = F.pad(blocks, (1, 0), value=448).view(-1, 40 * form.block)
     found = room(form, *wide.shape)
     kernels.quantise(wide, *found)
-    expect_bits(found, quantise(wide, form))
+    of_torch = quantise(wide, form)
+    assert of_torch.scales.float().eq(1).all()
+    expect_bits(found, of_torch)
 
 
 @pytest.mark.parametrize("recipe", FORMATS)
@@ -169,6 +169,32 @@ def test_rows_are_expanded_as_torch_does(kernels: Any, recipe: str, index: SlotI
         assert part.is_contiguous()
         assert (part.dtype, part.shape) == (other.dtype, other.shape)
         assert torch.equal(part[known].view(torch.uint8), other[known].view(torch.uint8))
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize("index", INDICES, ids=["padded", "many", "plain", "static"])
+@pytest.mark.parametrize("blocks", [1, 67])
+def test_gradients_are_those_of_widened_rows(kernels: Any, recipe: str, index: SlotIndex, blocks: int) -> None:
+    """Bit for bit what the kernel of the reorder gives, with NaN on the padding of partners."""
+    form, permutation = FORMATS[recipe], choose_permutation("triton", "cpu")
+    arrived = quantise(rows_of(form, blocks, torch.bfloat16)[:6].repeat(7, 1)[: index.num_rows], form)
+    weights_R = torch.rand(index.num_grouped)
+    for dtype in (torch.bfloat16, torch.float64):
+        partners = torch.randn(index.num_grouped, blocks * form.block).to(dtype)
+        if index.padding is not None:
+            partners[index.padding[index.padding < index.num_grouped]] = math.nan
+        known = torch.zeros(index.num_grouped, dtype=torch.bool)
+        known[index.byrow_N[: int(index.cu_S[-1])]] = True
+        if index.padding is not None:
+            known[index.padding[index.padding < index.num_grouped]] = True
+        for given in (None, partners):
+            rows, dots = arrived.expand_weighted(permutation, index, weights_R, given, dtype, as_sent=False)
+            wide = widen(arrived, dtype)
+            expected, of_widened = permutation.expand_weighted(wide, index, weights_R, given, dtype)
+            expect_rows(rows[known], expected[known])
+            assert (dots is None) == (of_widened is None) == (given is None)
+            if dots is not None and of_widened is not None:
+                expect_rows(dots[known], of_widened[known])
 
 
 @pytest.mark.parametrize("recipe", FORMATS)

@@ -63,6 +63,9 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("alltoall", "mxfp8-quantised"): Setting(
         "alltoall", 4, "alltoall", {"wire": {"dtype": "mxfp8", "deliver": "quantised"}, "pad_multiple": 32}, _WIRE
     ),
+    ("alltoall", "mxfp8-gradients"): Setting(
+        "alltoall", 4, "alltoall", {"wire": {"dtype": "mxfp8", "gradients": True}}, (1.2, 1.15, 1.2, None)
+    ),
     ("alltoall-levels-2", "eager"): Setting(TWO_LEVELS, 4, "alltoall", {}),
     ("allgather", "eager"): Setting("allgather", 4, "allgather", {}, _NEAR),
     ("allgather", "graph-safe"): Setting("allgather", 4, "allgather", SAFE),
@@ -133,6 +136,7 @@ def _on_rank(group: Any, recorder: Any, setting: Setting, calls: list[str]) -> d
         top_k=TOP_K,
         wire=None if wire is None else wire.dtype,
         delivers_quantised=getattr(wire, "deliver", "rows") == "quantised",
+        quantised_gradients=getattr(wire, "gradients", False),
     )
     if setting.release is None:
         rows = floor.volume(step.sent, TOKENS, TOKENS * setting.ranks)

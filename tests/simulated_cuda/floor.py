@@ -57,12 +57,14 @@ class Widths:
         top_k: K.
         wire: ``wire.dtype`` of the config.
         delivers_quantised: Whether experts get rows as they travelled.
+        quantised_gradients: Whether the gradient rows of combine travel as ``wire`` too.
     """
 
     hidden: int
     top_k: int
     wire: str | None = None
     delivers_quantised: bool = False
+    quantised_gradients: bool = False
 
     @property
     def row(self) -> int:
@@ -88,6 +90,11 @@ class Widths:
         return self.row + self.top_k * _FLOAT32
 
     @property
+    def gradient(self) -> int:
+        """A row of the backward of a combine, which travels bare."""
+        return self.travelling if self.quantised_gradients else self.row
+
+    @property
     def expert(self) -> int:
         """A row as an expert gets it."""
         return self.travelling if self.delivers_quantised else self.row
@@ -111,7 +118,7 @@ def alltoall(rows: Volume, widths: Widths) -> dict[str, int]:
     combine travel as bare rows.
     """
     packets = sum(rows.sent) + sum(rows.received)
-    widths_of = (widths.packet, widths.row, widths.row, widths.returning)
+    widths_of = (widths.packet, widths.row, widths.gradient, widths.returning)
     floors = local(rows, widths)
     return {verb: floors[verb] + packets * width for verb, width in zip(VERBS, widths_of, strict=True)}
 

@@ -165,6 +165,13 @@ def test_formulas_of_quantised_rows_count_what_the_interpreter_touches(powers: b
         to = (out, of_out, 4, 4, *strides, out.stride(0), 0 if of_out is None else of_out.stride(0))
         grid = (4 + (padding is not None) * 2, 2)
         touched("expand_kernel", codes, scales, places.clamp(max=3), edges, padding, *to, grid=grid, **shapes)
+    for partners in (None, rows):
+        dots, of_partners = (None, (0, 0)) if partners is None else (torch.empty(4), rows.stride())
+        last = (padding, torch.ones(4), partners, rows.clone(), dots, 4, 4, *strides, *of_partners, rows.stride(0))
+        weighted = {**shapes, "most": 2, "accumulate": triton.language.float32, "block": 16}
+        del weighted["count"]
+        tables = (places.clamp(max=3), edges)
+        touched("expand_weighted_kernel", codes, scales, *tables, *last, grid=(6,), **weighted)
     to = (rows, None, 4, 4, *strides, rows.stride(0), 0)
     touched("expand_kernel", codes, scales, None, None, None, *to, grid=(4, 2), **shapes)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -293,6 +294,13 @@ def expand_bytes(given: Any) -> tuple[int, int]:
         copies += int((given.padding < given.num_grouped).sum())
     out = given.width * given.out.element_size() + (0 if given.out_scales is None else scales)
     return tables + used * (given.width + scales), copies * out
+
+
+def expand_weighted_bytes(given: Any) -> tuple[int, int]:
+    """Return what ``expand_weighted_kernel`` reads and writes: codes and scales instead of rows."""
+    read, written = scatter_weighted_bytes(SimpleNamespace(**{**vars(given), "rows": given.codes}))
+    blocks = -(-given.width // given.size) * given.scales.element_size()
+    return read + int((given.edges.diff() > 0).sum()) * blocks, written
 
 
 def _copied(given: Any, count: int) -> tuple[int, int, int]:

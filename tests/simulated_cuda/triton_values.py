@@ -28,6 +28,7 @@ from tests.simulated_cuda.device import note_access, placed
 from tests.simulated_cuda.traffic import (
     Touched,
     expand_bytes,
+    expand_weighted_bytes,
     gather_bytes,
     note_traffic,
     quantise_bytes,
@@ -233,6 +234,12 @@ def _expand(given: Any) -> None:
         given.out[places] = rows[source]
 
 
+def _expand_weighted(given: Any) -> None:
+    scales = given.scales.view(torch.float8_e8m0fnu) if given.powers else given.scales
+    given.rows = widen(Quantised(given.codes.view(torch.float8_e4m3fn), scales), given.out.dtype)
+    _scatter_weighted(given)
+
+
 # For a kernel with a form in torch: the form, and the formula of the bytes that the kernel reads and writes.
 _IN_TORCH: dict[str, tuple[Callable[[Any], None], Callable[[Any], tuple[int, int]]]] = {
     "gather_kernel": (_gather, gather_bytes),
@@ -242,6 +249,7 @@ _IN_TORCH: dict[str, tuple[Callable[[Any], None], Callable[[Any], tuple[int, int
     "sum_bags_kernel": (_sum_bags, sum_bags_bytes),
     "quantise_kernel": (_quantise, quantise_bytes),
     "expand_kernel": (_expand, expand_bytes),
+    "expand_weighted_kernel": (_expand_weighted, expand_weighted_bytes),
 }
 
 
