@@ -50,6 +50,7 @@ class StrictOptions(BackendOptions):
     def constraints(self, shape: MoEShape) -> Constraints:
         return dataclasses.replace(
             self.inner_options.constraints(shape),
+            carries="gather",  # a route of another class than the inner one's
             row_multiple=ROW_MULTIPLE,
             equal_rows=True,
             max_rows=self.max_rows,

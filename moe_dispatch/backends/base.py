@@ -67,8 +67,9 @@ class Constraints:
         compilable: Whether torch.compile can trace the backend with ``fullgraph=True``.
         differentiable: Whether both verbs have a backward. If not, the dispatcher refuses tensors that require grad.
         carries: How data travels with rows: "packets" if the backend adds ``Sizes.columns`` to the format of its
-            packets, "gather" if the rows of each expert are in the order of source rank and token, so that an
-            all-gather beside the dispatch is enough, and "no" if their order changes from run to run.
+            packets, and its route is a ``RankMajorRoute``; "gather" if the rows of each expert are in the order of
+            source rank and token, so that an all-gather beside the dispatch is enough; and "no" if their order changes
+            from run to run.
     """
 
     row_multiple: int = 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from torch import Tensor
 
 from moe_dispatch.backends.wire import Encoded, PacketFormat, WireFormat, packet_format
@@ -42,7 +41,7 @@ class RowWithColumns(WireFormat):
 
     def decode(self, packets: Tensor) -> Tensor | Encoded:
         rows, columns = packets.split_with_sizes([self.row.nbytes, self.columns_TC.shape[1]], 1)
-        self.arrived_SC = columns.clone(memory_format=torch.contiguous_format)  # the packets are memory of a workspace
+        self.arrived_SC = columns  # a view, so the memory of the packets is not lent again before it is read
         return self.row.decode(rows)
 
     def in_packet(self, form: PacketFormat) -> PacketFormat:

@@ -17,6 +17,7 @@ from moe_dispatch.layouts import Layout
 from moe_dispatch.recompute import keep_routes
 from moe_dispatch_testing.counting import count_collectives
 from moe_dispatch_testing.host_syncs import allow_host_syncs, refuse_host_syncs
+from tests.conformance.backends import more_backends
 from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, V25
 from tests.dispatchers.layer import (
     Group,
@@ -123,8 +124,19 @@ def test_each_row_carries_the_number_of_its_token(backend: Any, fields: dict[str
     on_ranks(body, size)
 
 
+@pytest.mark.parametrize("backend", ["strict", {"name": "strict", "inner": "allgather"}, "ring"], ids=str)
+def test_backends_of_others(backend: Any) -> None:
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config(backend, pad_multiple=4), group)
+        x, routing, carry = batch(rank_of(group), (5, 3))
+        check(dispatcher.dispatch(x, routing, carry=carry))
+
+    with more_backends():
+        on_ranks(body, 2)
+
+
 LAYOUTS: dict[str, tuple[Layout, tuple[int, ...]]] = {
-    "BSHD": (BSHD([3, 1]), (2, 3)),
+    "BSHD": (BSHD([1, 3]), (2, 3)),
     "THD": (THD([0, 2, 6]), (6,)),
     "mask": (Masked(torch.tensor([True, False, True, True, False, True])), (6,)),
 }
