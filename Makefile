@@ -20,6 +20,11 @@ DEEPSPEED_VENV := .venv-deepspeed
 DEEPSPEED_PY := $(DEEPSPEED_VENV)/bin/python
 DEEPSPEED_INSTALL := DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(DEEPSPEED_PY) -m pip install --quiet --constraint $(DEEPSPEED_VENV)/constraints.txt
 DEEPSPEED := $(DEEPSPEED_VENV)/.installed
+# Axolotl, with the transformers that it pins, and of its other requirements those that training on a CPU imports.
+AXOLOTL_VENV := .venv-axolotl
+AXOLOTL_PY := $(AXOLOTL_VENV)/bin/python
+AXOLOTL_INSTALL := $(AXOLOTL_PY) -m pip install --quiet --no-warn-conflicts --constraint $(AXOLOTL_VENV)/constraints.txt
+AXOLOTL := $(AXOLOTL_VENV)/.installed
 # A CUDA build of torch, on stand-ins for NVIDIA's libraries: tests/simulated_cuda/README.md. Triton's version is that of constraints.txt.
 SIMGPU_TORCH := 2.12.1
 # Python of the machine for which make gpu-wheels fetches packages.
@@ -64,6 +69,18 @@ $(DEEPSPEED): Makefile pyproject.toml constraints.txt
 	$(DEEPSPEED_INSTALL) --editable . numpy peft pytest setuptools transformers==5.22.2 wheel
 	# Without isolation: its setup.py imports torch.
 	$(DEEPSPEED_INSTALL) --no-build-isolation deepspeed
+	@touch $@
+
+$(AXOLOTL): Makefile pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(AXOLOTL_VENV)
+	grep -v -E '^(datasets|fsspec|packaging|transformers|typer|typing-extensions)==' constraints.txt > $(AXOLOTL_VENV)/constraints.txt
+	$(AXOLOTL_INSTALL) torch
+	$(AXOLOTL_INSTALL) --editable . pytest
+	$(AXOLOTL_INSTALL) accelerate addict==2.4.0 art bitsandbytes==0.50.2 colorama datasets==5.0.1 einops evaluate==0.4.1 fastcore fire \
+	    numba numpy optimum==1.16.2 peft pillow posthog==6.7.11 python-dotenv schedulefree==1.4.1 scipy tensorboard torchao \
+	    transformers==5.20.1 triton trl==1.14.1 wandb zstandard
+	# It asks for Python 3.12, and for much that only a GPU runs.
+	$(AXOLOTL_INSTALL) --no-deps --ignore-requires-python axolotl==0.21.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6
 	@touch $@
 
 # No nvidia wheels but the headers: the libraries are compiled here. PyPI has the CUDA build of torch; if the environment names
@@ -154,10 +171,11 @@ format: $(DEV) ## format, and mend what ruff can mend
 bench: $(BENCH) ## moe-dispatch compare --peers, with torchtitan and transformers installed
 	$(PY) -m moe_dispatch_tools compare --peers --mode eager $(ARGS)
 
-integration: $(BENCH) $(MEGATRON) $(DEEPSPEED) $(FRAMEWORKS) $(TRANSFORMER_ENGINE) ## the tests that need megatron-core (two versions), torchtitan, transformers, DeepSpeed and trainers
+integration: $(BENCH) $(MEGATRON) $(DEEPSPEED) $(AXOLOTL) $(FRAMEWORKS) $(TRANSFORMER_ENGINE) ## the tests that need megatron-core (two versions), torchtitan, transformers, DeepSpeed, Axolotl and trainers
 	$(PY) -m pytest tests/integration --numprocesses auto --dist loadfile $(ARGS)
 	$(MEGATRON_PY) -m pytest tests/integration/megatron_core tests/integration/cases/test_case5_graph_safe_padding.py
 	$(DEEPSPEED_PY) -m pytest tests/integration/deepspeed
+	$(AXOLOTL_PY) -m pytest tests/integration/axolotl
 
 docs: $(DOCS) ## build the site into site/, with warnings as errors
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
@@ -172,4 +190,4 @@ release: build ## check the archives in dist/, and use the wheel outside the che
 	$(PY) -m tests.release $(ARGS)
 
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(MEGATRON_VENV) $(DEEPSPEED_VENV) $(SIMGPU_VENV) .venv-matrix-* .frameworks dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(MEGATRON_VENV) $(DEEPSPEED_VENV) $(AXOLOTL_VENV) $(SIMGPU_VENV) .venv-matrix-* .frameworks dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -77,6 +77,7 @@ PUBLIC = {
         stable="use_moe_dispatch", experimental="moe_dispatch_override RoutingReplay MoEDispatchTokenDispatcher"
     ),
     "moe_dispatch.integrations.deepspeed": _names(experimental="use_moe_dispatch"),
+    "moe_dispatch.integrations.axolotl": _names(experimental="MoEDispatchArgs MoEDispatchPlugin"),
     "moe_dispatch.integrations.nemo_automodel": _names(stable="use_moe_dispatch", experimental="AutomodelDispatcher"),
     "moe_dispatch_testing": _names(
         stable="check_backend conformance_cases run_ranks run_processes",

@@ -38,6 +38,7 @@ SUPPORT = {
     "transformers": Support(tested=("5.7.0", "5.22.2", "5.23.0", "5.24.0"), lowest="5.7.0", target="integration"),
     "torchtitan": Support(tested=("0.3.0",), lowest="0.3.0", target="integration"),
     "deepspeed": Support(tested=("0.19.8",), lowest="0.19.8", target="integration"),
+    "axolotl": Support(tested=("0.21.0",), lowest="0.21.0", target="integration"),
     "nemo-automodel": Support(tested=("0.7.0",), lowest="0.7.0", target="integration"),
     "megatron-bridge": Support(tested=("0.6.2",), target="integration"),
     "verl": Support(tested=("0.9.1",), target="integration"),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 import warnings
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
+from moe_dispatch._options import spelled_out
 from moe_dispatch._support import SUPPORT
+from moe_dispatch.backends.wire import wire_format
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError, IntegrationError
 
@@ -44,6 +47,17 @@ def parse_version(text: str) -> tuple[tuple[int, ...], bool]:
     numbers, rest = re.fullmatch(r"((?:\d+(?:\.\d+)*)?)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
     trimmed = re.sub(r"(\.0+)+$", "", numbers)
     return tuple(map(int, trimmed.split("."))) if trimmed else (), re.match(r"\.?(a|b|rc|dev)", rest) is None
+
+
+def checked_options(*, num_experts: int = 1, top_k: int = 1, **options: Any) -> DispatcherConfig:
+    """Return a config with sizes of the model that are not known yet, which checks all other fields.
+
+    Raises:
+        ConfigError: An option is unknown or wrong.
+    """
+    wire = options.get("wire")
+    fits = wire_format(None if wire is None else spelled_out("wire", wire).get("dtype")).hidden_multiple
+    return DispatcherConfig(num_experts=num_experts, top_k=top_k, **{**options, "hidden_size": fits})
 
 
 def refuse_spare_slots(where: str, config: DispatcherConfig) -> None:

@@ -13,14 +13,12 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch._options import spelled_out
 from moe_dispatch.backends.registry import BackendName
-from moe_dispatch.backends.wire import wire_format
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import ConfigError, StateError
-from moe_dispatch.integrations.checks import check_version, refuse_quantised_rows
+from moe_dispatch.integrations.checks import check_version, checked_options, refuse_quantised_rows
 from moe_dispatch.integrations.slot_experts import has_spare_slots, own_weights, run_layer, view_of
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Routing
@@ -54,18 +52,11 @@ def use_moe_dispatch(*, backend: BackendName | str | dict[str, Any] = "auto", **
             f"use_moe_dispatch: options must not set {', '.join(_NOT_OPTIONS)}, which come from Automodel's config, "
             f"got {', '.join(clash)}. Leave these out."
         )
-    config = _config(backend=backend, **options)
+    config = checked_options(backend=backend, weights="experts", **options)
     refuse_quantised_rows("use_moe_dispatch", config)
     if _runs_experts(config):
         experts.GroupedExpertsDeepEP.forward = _forward
     experts.MoEFlexTokenDispatcher = functools.partial(AutomodelDispatcher, backend=backend, **options)
-
-
-def _config(*, num_experts: int = 1, top_k: int = 1, **options: Any) -> DispatcherConfig:
-    """Return a checked config with sizes that are known later: by default all of them, and always the hidden size."""
-    wire = options.get("wire")
-    fits = wire_format(None if wire is None else spelled_out("wire", wire).get("dtype")).hidden_multiple
-    return DispatcherConfig(num_experts=num_experts, top_k=top_k, hidden_size=fits, weights="experts", **options)
 
 
 def _runs_experts(config: DispatcherConfig) -> bool:
@@ -127,7 +118,8 @@ class AutomodelDispatcher:
         ep_group: dist.ProcessGroup,
         **options: Any,
     ) -> None:
-        self._config = _config(num_experts=config.num_moe_experts, top_k=config.moe_router_topk, **options)
+        sizes = {"num_experts": config.num_moe_experts, "top_k": config.moe_router_topk}
+        self._config = checked_options(**sizes, weights="experts", **options)
         self._ranks = Communicator(ep_group)  # which lets go of the group when the process ends
         self._dispatcher: Dispatcher | None = None
         self._sent: Dispatched | None = None
