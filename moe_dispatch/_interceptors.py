@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
-import torch
 from torch import Tensor
 
 from moe_dispatch._probing import require_plug_in
 
 if TYPE_CHECKING:
     from moe_dispatch.carry.columns import CarriedColumns
+    from moe_dispatch.dispatchers.channel import Channel
     from moe_dispatch.dispatchers.dispatcher import Dispatcher
     from moe_dispatch.layouts import Layout
     from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
 
-class Interceptor(ABC):
-    """Takes the eager dispatches of a thread, and may make them itself."""
+class Interceptor(Protocol):
+    """Takes the eager calls of a thread, and may make them itself."""
 
-    @abstractmethod
     def dispatch(
         self, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
     ) -> Dispatched | InFlight:
         """Do what ``Dispatcher.dispatch`` says."""
 
-    @property
-    def grad_mode(self) -> bool | str:
-        """The grad mode of the dispatches, as in ``facts_of``, for calls that agree on it before they dispatch."""
-        return torch.is_grad_enabled()
+    def combine(self, dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor:
+        """Do what ``Dispatcher.combine`` says."""
+
+    def settle(self, channel: Channel, draft: Plan, **call: Any) -> Plan:
+        """Do what ``agreement.settle`` says, for a plan that is settled before its dispatches."""
 
 
 @final

@@ -9,6 +9,7 @@ from functools import cache, lru_cache, partial
 import torch
 from torch import Tensor
 
+from moe_dispatch._interceptors import of_thread
 from moe_dispatch.backends.base import MARKED_DISPATCHERS, WANTS_WEIGHTS
 from moe_dispatch.communication import control_device, device_of, digest, raise_alike
 from moe_dispatch.dispatchers.channel import Channel, Lease
@@ -126,6 +127,8 @@ def settle(
     config, needs, policy = channel.config, channel.needs, channel.row_counts
     if plan.settled and not config.debug:
         return plan
+    if ids_TK is None and of_thread.interceptor is not None:
+        return of_thread.interceptor.settle(channel, plan, facts=facts, lease=lease)
     told: dict[str, str] | None = None
     if config.debug or channel.agrees_on_rows:  # with an agreement, either all ranks have a plan or none
         how = "" if not channel.agrees_on_rows else " with a plan" if plan.settled else " without a plan"

@@ -231,7 +231,6 @@ class Dispatcher(nn.Module):
             return traced_calls().dispatch(lease, x, routing, self._layout_in(plan, x), plan)
         if of_thread.interceptor is not None:
             return of_thread.interceptor.dispatch(self, x, routing, plan, async_op=async_op)
-        grad_enabled = of_thread.grad_mode or torch.is_grad_enabled()
         try:
             with profiler_range("dispatch"):
                 try:
@@ -263,7 +262,7 @@ class Dispatcher(nn.Module):
                     real_rows=real_rows,
                     valid_T=valid_T,
                     slots=lease.slots,
-                    grad_enabled=grad_enabled,
+                    grad_enabled=of_thread.grad_mode or torch.is_grad_enabled(),
                     wants_weights=routing.topk_weights.requires_grad,
                     lease=lease,
                     layer=lease.layer,
@@ -369,6 +368,8 @@ class Dispatcher(nn.Module):
         state = self._state(sent, "combine")
         if not isinstance(state, autograd.State):
             return traced_calls().combine(rows, sent)
+        if of_thread.interceptor is not None:
+            return of_thread.interceptor.combine(self, rows, sent)
         channel = self._lease.enter("combine")
         try:
             with profiler_range("combine"):
@@ -415,8 +416,7 @@ class Dispatcher(nn.Module):
     @property
     def placement(self) -> Placement | None:
         """The ``ExpertPlacement`` in force. None if every rank holds its own experts, and has no spare expert slots."""
-        slots = self._lease.slots
-        return None if slots is None else slots.placement
+        return None if (slots := self._lease.slots) is None else slots.placement
 
     def metrics(self, *, gather: bool = False) -> Metrics:
         """Return totals of this dispatcher's channel. A host sync on a GPU.

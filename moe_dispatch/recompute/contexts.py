@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar, final
 
@@ -20,15 +21,17 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from moe_dispatch._interceptors import Interceptor, of_thread
-from moe_dispatch.dispatchers.channel import Lease
+from moe_dispatch.dispatchers.agreement import settle
+from moe_dispatch.dispatchers.channel import Channel, Lease, open_by_name
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.recompute.routes import Kept, dispatch_anew, dispatch_on, kept_grad_mode, refuse
+from moe_dispatch.recompute.routes import SAME_ROUTE, Kept, Log, dispatch_anew, dispatch_on, leave_out, refuse
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+_AGREED = "sizes", "num_chunks", "footprint"  # what ranks agree on in a plan
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -112,20 +115,6 @@ def keep_ids(topk_ids: Tensor) -> Tensor:
     return of_thread.interceptor.ids(topk_ids)
 
 
-@final
-class Log:
-    """The dispatches of one checkpointed call, in order.
-
-    Attributes:
-        kept: The dispatches of each dispatcher; None for one whose route cannot be taken again, as in ``join``.
-        ids: The results of ``keep_ids``.
-    """
-
-    def __init__(self) -> None:
-        self.kept: dict[Lease, list[Kept | None]] = {}
-        self.ids: list[Tensor] = []
-
-
 class _Way(Interceptor):
     """What takes the dispatches of a checkpointed call.
 
@@ -156,6 +145,10 @@ class _Way(Interceptor):
 class Keeping(_Way):
     """The forward of a checkpointed call."""
 
+    def __init__(self, log: Log) -> None:
+        super().__init__(log)
+        log.begin()
+
     def dispatch(
         self, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
     ) -> Dispatched | InFlight:
@@ -170,12 +163,25 @@ class Keeping(_Way):
                 sent, kept = call(), None
             else:
                 kept, sent = dispatch_anew(dispatcher, x, routing, plan, async_op=async_op)
-        self.log.kept.setdefault(lease, []).append(kept)
+        self.log.add(lease, kept)
         return sent
 
-    @property
-    def grad_mode(self) -> bool | str:
-        return kept_grad_mode() if self.outer is None else self.outer.grad_mode
+    def combine(self, dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor:
+        with _in_force(self.outer):
+            y = dispatcher.combine(rows, sent)
+        self.log.combined(dispatcher._lease)
+        return y
+
+    def settle(self, channel: Channel, draft: Plan, **call: Any) -> Plan:
+        if (facts := call["facts"]) is not None:
+            call["facts"] = {**facts, "grad mode": f"{facts['grad mode']}{SAME_ROUTE}"}
+        with _in_force(self.outer):
+            plan = settle(channel, draft, **call)
+        joined = open_by_name.get(channel.name) is not channel  # as in ``dispatch``
+        self.log.plans.setdefault(channel, []).append(
+            None if joined else {name: getattr(plan, name) for name in _AGREED}
+        )
+        return plan
 
     def latest(self, lease: Lease) -> Kept | None:
         return self.log.kept[lease][-1]
@@ -193,8 +199,8 @@ class Repeating(_Way):
 
     def __init__(self, log: Log) -> None:
         super().__init__(log)
-        self.next: Counter[Lease] = Counter()
-        self.next_ids = 0
+        self.next, self.next_plan = Counter[Lease](), Counter[Channel]()
+        self.next_ids = self.combines = 0
 
     def dispatch(
         self, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
@@ -204,10 +210,25 @@ class Repeating(_Way):
         self.next[lease] += 1
         with _in_force(None):
             if number >= len(all_kept):
-                return refuse(dispatcher, more_than=number)
+                return refuse(self.log, dispatcher, more_than=number)
             if (kept := all_kept[number]) is None:
                 return dispatcher.dispatch(x, routing, plan, async_op=async_op)
-            return dispatch_on(kept, dispatcher, x, routing, plan, async_op=async_op)
+            return dispatch_on(self.log, kept, dispatcher, x, routing, plan, async_op=async_op)
+
+    def combine(self, dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor:
+        self.combines += 1
+        with _in_force(None):
+            if self.log.leaves_out and self.combines == self.log.combines:
+                return leave_out(dispatcher, rows, sent)
+            return dispatcher.combine(rows, sent)
+
+    def settle(self, channel: Channel, draft: Plan, **call: Any) -> Plan:
+        number, kept = self.next_plan[channel], self.log.plans.get(channel, [])
+        self.next_plan[channel] += 1
+        if number < len(kept) and (agreed := kept[number]) is not None:
+            return replace(draft, settled=True, **agreed)
+        with _in_force(None):
+            return settle(channel, draft, **call)
 
     def latest(self, lease: Lease) -> Kept | None:
         return self.log.kept[lease][self.next[lease] - 1]

@@ -23,26 +23,28 @@ def _rule(names: str) -> str:
     return f"in a recomputation, the router{f' of {names}' * bool(names)} must choose the experts of its forward"
 
 
-def report(dispatcher: Dispatcher, count: Tensor) -> None:
-    """Report the number of ids that differ, int64 ().
+def report(dispatcher: Dispatcher, count: Tensor, other: InputError | None = None) -> None:
+    """Report the number of ids that differ, int64 (), and another layout than that of the forward.
 
     In graph-safe mode ``Dispatcher.check`` raises. Otherwise the backward does when it is done: one exchange then tells
     all ranks, however many dispatches were recomputed.
     """
     channel = dispatcher._lease.shared
     if channel.config.graph_safe:
+        if other is not None:
+            channel.meter.report(str(other), torch.ones_like(count))
         channel.meter.report(f"{_rule(repr(dispatcher.name) * bool(dispatcher.name))}. {_ADVICE}", count)
         return
     task = torch._C._current_graph_task_id()
     if task == -1:  # somebody reads what the graph has saved, without a backward
         alone = _AtEnd()
-        alone.found[channel] = [(dispatcher.name, HostCopy(count))]
+        alone.found[channel] = [(dispatcher.name, HostCopy(count), other)]
         return alone.compare()
     at_end = _at_ends.get(task)
     if at_end is None:
         at_end = _at_ends[task] = _AtEnd()
         torch.autograd.Variable._execution_engine.queue_callback(at_end.compare)
-    at_end.found.setdefault(channel, []).append((dispatcher.name, HostCopy(count)))
+    at_end.found.setdefault(channel, []).append((dispatcher.name, HostCopy(count), other))
 
 
 @final
@@ -50,18 +52,19 @@ class _AtEnd:
     """What a running backward has found out. The backward holds it, so an error in it leaves nothing behind.
 
     Attributes:
-        found: For each channel, the name of the dispatcher and the number of different ids in each dispatch.
+        found: For each channel and dispatch, the name of the dispatcher, the number of different ids, and the error of
+            another layout or None.
     """
 
     def __init__(self) -> None:
-        self.found: dict[Channel, list[tuple[str, HostCopy]]] = {}
+        self.found: dict[Channel, list[tuple[str, HostCopy, InputError | None]]] = {}
 
     def compare(self) -> None:
-        """Raise InputError if the ids of this rank differ, PeerError if those of another rank do."""
+        """Raise InputError if the ids or a layout of this rank differ, PeerError if those of another rank do."""
         for channel, found in self.found.items():
-            counts = [(name, copy.read()) for name, copy in found]
-            problem = None
-            if wrong := [(name, count) for name, count in counts if count]:
+            counts = [(name, copy.read()) for name, copy, _ in found]
+            problem = next((other for *_, other in found if other is not None), None)
+            if problem is None and (wrong := [(name, count) for name, count in counts if count]):
                 names = ", ".join(sorted({repr(name) for name, _ in wrong if name}))
                 count = sum(count for _, count in wrong)
                 problem = InputError(f"Dispatcher.dispatch: {_rule(names)}, got {count} other ids. {_ADVICE}")

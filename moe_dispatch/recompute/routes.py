@@ -6,20 +6,23 @@ Dimensions: ``T`` rows of this rank, ``K`` top_k, ``R`` rows of this rank's expe
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import _CheckpointFrame
 
 from moe_dispatch._interceptors import of_thread
 from moe_dispatch.backends.wire import Encoded
 from moe_dispatch.communication import control_device, raise_alike
 from moe_dispatch.dispatchers import autograd, checks
 from moe_dispatch.dispatchers.agreement import UNTOLD
-from moe_dispatch.dispatchers.channel import Channel, profiler_range
+from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, once
 from moe_dispatch.errors import InputError
 from moe_dispatch.layouts import Layout
@@ -27,6 +30,9 @@ from moe_dispatch.layouts.base import is_host
 from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.recompute.differences import report
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
+
+SAME_ROUTE = ", and a recomputation takes the same route"
+"""Added to the grad mode of a dispatch, which ranks compare."""
 
 _MANY_EXPERTS = torch.iinfo(torch.int16).max
 
@@ -49,9 +55,63 @@ class Kept:
     sent: Dispatched | None = None
 
 
-def kept_grad_mode() -> str:
-    """Return what ranks must have in common with this one, whose recomputations take the routes of their forwards."""
-    return f"{'enabled' if torch.is_grad_enabled() else 'disabled'}, and a recomputation takes the same route"
+@final
+class Log:
+    """The dispatches of one checkpointed call, in order.
+
+    Attributes:
+        kept: The dispatches of each dispatcher; None for one whose route cannot be taken again, as in ``join``.
+        plans: What ranks agreed on for each plan on a channel, by field; None for one that is settled again.
+        ids: The results of ``keep_ids``.
+        combines: Number of combines.
+        leaves_out: Whether recomputations leave out the last combine: on all ranks, they stop before it.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[Lease, list[Kept | None]] = {}
+        self.plans: dict[Channel, list[dict[str, Any] | None]] = {}
+        self.ids: list[Tensor] = []
+        self.combines, self.leaves_out = 0, False
+        self._frame: weakref.ref[Any] | None = None
+        self._last: tuple[Channel, int] | None = None
+
+    def begin(self) -> None:
+        """Note which checkpointed call is running. It is not kept alive, because it holds this log."""
+        self._frame = None if (frame := _frame()) is None else weakref.ref(frame)
+
+    def add(self, lease: Lease, kept: Kept | None) -> None:
+        """Add a dispatch."""
+        self.kept.setdefault(lease, []).append(kept)
+        _unasked.setdefault(lease.opened, weakref.WeakSet()).add(self)
+
+    def combined(self, lease: Lease) -> None:
+        """Note that the forward has combined, and how many tensors the checkpoint has saved by now."""
+        self.combines += 1
+        frame = _frame()
+        is_own = frame is not None and self._frame is not None and frame is self._frame()
+        self._last = (lease.opened, len(frame.weak_holders)) if is_own else None
+
+    def combined_last_on(self, channel: Channel) -> bool:
+        """Return whether the last combine was on a channel."""
+        return self._last is not None and self._last[0] is channel
+
+    def stops_on(self, channel: Channel) -> bool:
+        """Return whether a recomputation stops at the last combine, because nothing behind it was saved."""
+        frame = None if self._frame is None else self._frame()
+        if frame is None or self._last is None or self._last[0] is not channel:
+            return False
+        return bool(frame.early_stop and frame.forward_completed and len(frame.weak_holders) == self._last[1])
+
+
+# The logs of each channel about which ranks have not been asked yet whether they stop at the last combine.
+_unasked: weakref.WeakKeyDictionary[Channel, weakref.WeakSet[Log]] = weakref.WeakKeyDictionary()
+
+
+def _frame() -> Any:
+    """Return torch's record of the checkpointed call that runs, if it has ``use_reentrant=False``."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    cells = () if hooks is None else getattr(hooks[0], "__closure__", None) or ()
+    return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _CheckpointFrame)), None)
 
 
 def dispatch_anew(
@@ -59,7 +119,7 @@ def dispatch_anew(
 ) -> tuple[Kept, Dispatched | InFlight]:
     """Make a dispatch, and keep its route."""
     recorded = torch.is_grad_enabled()
-    of_thread.grad_mode = kept_grad_mode()
+    of_thread.grad_mode = f"{'enabled' if recorded else 'disabled'}{SAME_ROUTE}"
     try:
         arriving = dispatcher.dispatch(x, routing, plan, async_op=async_op)
     finally:
@@ -94,6 +154,7 @@ def dispatch_anew(
 
 
 def dispatch_on(
+    log: Log,
     kept: Kept,
     dispatcher: Dispatcher,
     x: Tensor,
@@ -104,7 +165,7 @@ def dispatch_on(
 ) -> Dispatched | InFlight:
     """Send x along the route of an earlier dispatch of the dispatcher.
 
-    The arguments behind ``kept``, the earlier dispatch, are those of ``Dispatcher.dispatch``.
+    The arguments behind ``kept``, the earlier dispatch in the log, are those of ``Dispatcher.dispatch``.
 
     Raises:
         InputError: The call is not that of the forward. Raised on every rank if the control group is on the CPU, or
@@ -113,7 +174,7 @@ def dispatch_on(
     """
     channel = dispatcher._lease.enter()
     try:
-        problem, call = None, None
+        problem, call, other = None, None, None
         try:
             if kept.sent is None:
                 raise InputError(
@@ -122,18 +183,22 @@ def dispatch_on(
                 )
             if type(x) is not Tensor:
                 check_plain("Dispatcher.dispatch", x=x)
+            state = kept.sent.state
             layout = plan.layout if isinstance(plan, Plan) else dispatcher._layout_in(plan, x)
-            _check_same(kept, kept.sent.state, dispatcher, x, layout)
+            other = _difference(kept, state, dispatcher, x, layout)
+            if other is not None and (_asks(channel) or x.shape != state.shape or x.dtype != kept.dtype):
+                raise other
+            layout = state.layout  # if it is another one, all ranks hear of it later
             x_TD = layout.flatten(x)
             routing = checks.check_call(channel, x, x_TD, routing, None)
             call = x_TD, routing, _ids_of_tokens(dispatcher, x, routing, layout, plan)
         except Exception as error:
             problem = error
-        _raise_alike(channel, problem)
+        _raise_alike(log, channel, problem)
         assert call is not None
         with profiler_range("dispatch"):
             finish = _send(kept, channel, *call)
-        report(dispatcher, (_narrow(call[2], channel.config.num_experts) != kept.ids).sum())
+        report(dispatcher, (_narrow(call[2], channel.config.num_experts) != kept.ids).sum(), other)
         if not async_op:
             return finish()
         assert kept.sent is not None
@@ -143,26 +208,58 @@ def dispatch_on(
         raise
 
 
-def refuse(dispatcher: Dispatcher, *, more_than: int) -> NoReturn:
+def refuse(log: Log, dispatcher: Dispatcher, *, more_than: int) -> NoReturn:
     """Refuse a dispatch that the forward did not make."""
     error = InputError(
         f"Dispatcher.dispatch: a recomputation{_of(dispatcher)} must make the dispatches of its forward, got more than "
         f"{more_than}. Checkpoint a function that does the same each time."
     )
-    _raise_alike(dispatcher._lease.enter(), error)
+    _raise_alike(log, dispatcher._lease.enter(), error)
     raise error
 
 
-def _raise_alike(channel: Channel, problem: Exception | None) -> None:
-    """Raise on every rank if one has a problem; or on that rank alone if asking the others would be a host sync."""
-    control, config = channel.control, channel.config
-    asks = config.debug or (not config.graph_safe and control_device(control.group).type == "cpu")
-    if control.size > 1 and asks:
-        raise_alike(control, problem, label="recompute")
+def leave_out(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> NoReturn:
+    """Save what the backward of the last combine needs, and exchange nothing. There the recomputation stops."""
+    state = sent.state
+    nowhere = SimpleNamespace(combine=lambda rows, _: rows.new_empty(1).expand(state.num_rows, rows.shape[1]))
+    changed = _changed(state, real_rows=None, padded=state.num_rows, route=nowhere)
+    dispatcher.combine(rows, dataclasses.replace(sent, state=changed))
+    raise InputError(
+        f"Dispatcher.combine: a recomputation{_of(dispatcher)} must save the tensors of its forward, got others. "
+        "Checkpoint a function that does the same each time."
+    )
+
+
+def _asks(channel: Channel) -> bool:
+    """Return whether ranks ask each other in each recomputed dispatch. It must not be a host sync."""
+    config = channel.config
+    return config.debug or (not config.graph_safe and control_device(channel.control.group).type == "cpu")
+
+
+def _raise_alike(log: Log, channel: Channel, problem: Exception | None) -> None:
+    """Raise on every rank if one has a problem, or on that rank alone if ranks do not ask each other.
+
+    Where ranks ask, they also tell whether they stop at the last combine of the log. If they do not ask in each
+    dispatch, then in the first one of a backward, for all logs that are new; but never where it would be a host sync in
+    graph-safe mode.
+    """
+    control, graph_safe = channel.control, channel.config.graph_safe
+    logs: list[Log] = []
+    if control.size == 1 or _asks(channel):
+        logs = [log]
+    elif log in (unasked := _unasked[channel]) and not (graph_safe and control_device(control.group).type != "cpu"):
+        logs = [*unasked]
+    goes_on = int(not all(each.stops_on(channel) for each in logs))
+    if control.size > 1 and logs:
+        (goes_on,) = raise_alike(control, problem, values=[goes_on], label="recompute")
     elif problem is not None:
         if control.size > 1:
             problem.add_note(UNTOLD)
         raise problem
+    for each in logs:
+        if each.combined_last_on(channel):
+            each.leaves_out = not goes_on
+        _unasked[channel].discard(each)
 
 
 def _send(kept: Kept, channel: Channel, x_TD: Tensor, routing: Routing, ids_TK: Tensor) -> partial[Dispatched]:
@@ -174,16 +271,7 @@ def _send(kept: Kept, channel: Channel, x_TD: Tensor, routing: Routing, ids_TK: 
     permutation = channel.context.permutations[type(routing.topk_ids), routing.topk_ids.device.type]
     _, weights_TK = permutation.merge_slots(routing.topk_ids, weights_TK, asks=not channel.config.graph_safe)
     if not kept.recorded:  # nobody knew then whether weights require grad
-        state = autograd.State(
-            lease=state.lease,
-            layout=state.layout,
-            shape=state.shape,
-            num_rows=state.num_rows,
-            real_rows=state.real_rows,
-            padded=state.padded,
-            wants_weights=weights_TK.requires_grad,
-            route=state.route,
-        )
+        state = _changed(state, wants_weights=weights_TK.requires_grad)
     with torch.no_grad():
         rows = state.route.send(autograd.pad(x_TD, state.real_rows, state.padded))
     return partial(_attach, sent, channel, state, rows, x_TD, weights_TK)
@@ -219,15 +307,18 @@ def _of(dispatcher: Dispatcher) -> str:
     return f" of {dispatcher.name!r}" * bool(dispatcher.name)
 
 
-def _check_same(kept: Kept, state: autograd.State, dispatcher: Dispatcher, x: Tensor, layout: Layout) -> None:
-    """Refuse an x or a layout that is not that of the forward.
+def _changed(state: autograd.State, **changes: Any) -> autograd.State:
+    """Return a state with other values. It is no dataclass for ``dataclasses.replace``."""
+    return autograd.State(**{name: getattr(state, name) for name in state.__slots__} | changes)
 
-    Raises:
-        InputError: Shape, dtype or layout differ. The error has both.
-    """
+
+def _difference(
+    kept: Kept, state: autograd.State, dispatcher: Dispatcher, x: Tensor, layout: Layout
+) -> InputError | None:
+    """Return the error of an x or a layout that is not that of the forward. It has both."""
     if x.shape == state.shape and x.dtype == kept.dtype and _are_equal(layout, state.layout):
-        return
-    raise InputError(
+        return None
+    return InputError(
         f"Dispatcher.dispatch: a recomputation{_of(dispatcher)} must be given the x and the layout of its forward, "
         f"{kept.dtype} {tuple(state.shape)} in {state.layout!r}, got {x.dtype} {tuple(x.shape)} in {layout!r}. Pass "
         "what belongs to the micro-batch as arguments of the checkpointed function."

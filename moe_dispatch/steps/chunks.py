@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_dispatch._interceptors import load_carry, of_thread
+from moe_dispatch._interceptors import load_carry
 from moe_dispatch._tracing import refuse_traced
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import facts_of, settle, tell_peers
@@ -128,8 +128,10 @@ def _outputs(
         return dispatcher.combine(run_experts(sent), sent)
 
     if _recomputes(dispatcher.config):
+        from moe_dispatch.recompute import keep_routes  # noqa: PLC0415 - other chunks never need it
+
         for chunk in chunks:
-            yield checkpoint(run, *chunk, use_reentrant=False)
+            yield checkpoint(run, *chunk, use_reentrant=False, context_fn=keep_routes)
         return
 
     def start(x_ND: Tensor, routing: Routing, plan: Plan, carry: Mapping[str, Tensor] | None) -> InFlight:
@@ -163,14 +165,14 @@ def _settle(
         token, bool, or None if all rows to divide are.
     """
     try:
-        channel, has_sizes, taken = dispatcher._lease.enter(), isinstance(plan, Plan), of_thread.interceptor
+        channel, has_sizes = dispatcher._lease.enter(), isinstance(plan, Plan)
         try:
             if type(x) is not Tensor:
                 check_plain("Dispatcher.dispatch", x=x)
             layout = dispatcher._layout_in(plan, x)
             for observer in channel.observers:
                 observer.asked(x, layout)
-            x_TD, mode = layout.flatten(x), torch.is_grad_enabled() if taken is None else taken.grad_mode
+            x_TD, mode = layout.flatten(x), torch.is_grad_enabled()
             if carry is not None:
                 mode = load_carry().CarriedColumns(dispatcher._lease, x, carry).told(mode)
             checks.check_call(channel, x, x_TD, routing, plan)

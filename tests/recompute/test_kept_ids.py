@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_dispatch import BSHD, SBHD, Routing
 from moe_dispatch.errors import InputError, MoEDispatchError, PeerError
-from moe_dispatch.recompute import keep_ids
+from moe_dispatch.recompute import keep_ids, routes
 from tests.deep_ep_backends.vendors import HYBRID, V25
 from tests.dispatchers.layer import Group, caught, on_ranks, outcomes, raises_everywhere
 from tests.recompute.layer import D, Layer, assert_equal, called, gradients, layer_config, step, tokens
@@ -113,8 +113,8 @@ def test_an_error_leaves_nothing_behind() -> None:
 class Changing:
     """What a recomputation on rank 1 gets that is not what the forward got."""
 
-    def __init__(self, group: Group, change: Callable[[Tensor], tuple[Tensor, Any]]) -> None:
-        self.layer, self.change, self.rank, self.calls = Layer(layer_config(), group), change, group.rank(), 0
+    def __init__(self, group: Group, change: Callable[[Tensor], tuple[Tensor, Any]], **fields: Any) -> None:
+        self.layer, self.change, self.rank, self.calls = Layer(layer_config(**fields), group), change, group.rank(), 0
 
     def __call__(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -153,6 +153,38 @@ def test_another_x_is_refused_on_every_rank(change: str, how: str) -> None:
     raises_everywhere(raised, MoEDispatchError, "recomputation of 'layers.1'", "torch.float32 (2, 3, 16) in BSHD", text)
     assert isinstance(raised[0], PeerError)
     assert isinstance(raised[1], InputError)
+
+
+@pytest.mark.parametrize("how", ["kept", "reentrant"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["graph-safe", "on device"])
+def test_another_layout_is_heard_of_where_ranks_do_not_ask(
+    on_device: bool, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 goes on with the layout of its forward, and all ranks raise behind the backward or in ``check``."""
+    if on_device:
+        monkeypatch.setattr(routes, "control_device", lambda group: torch.device("meta"))
+
+    def body(group: Group) -> None:
+        changing = Changing(group, CHANGES["lengths"][0], **({} if on_device else {**SAFE, "infer_layout": False}))
+        x = torch.randn(2, 3, D).requires_grad_()
+        try:
+            called(how, changing, x).sum().backward()
+            assert not on_device
+            changing.layer.dispatcher.check()
+        finally:
+            changing.layer.dispatcher.close()
+
+    raised = outcomes(body, 2)
+    raises_everywhere(raised, MoEDispatchError, "recomputation of 'layers.1'", "in BSHD", CHANGES["lengths"][1])
+
+
+@pytest.mark.parametrize("change", ["more tokens", "dtype"])
+def test_the_first_recomputation_of_a_backward_tells_all_ranks_of_another_x(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where asking is a host sync, ranks ask each other once a backward."""
+    monkeypatch.setattr(routes, "control_device", lambda group: torch.device("meta"))
+    test_another_x_is_refused_on_every_rank(change, "kept")
 
 
 def test_more_dispatches_than_in_the_forward_are_refused_on_every_rank() -> None:
