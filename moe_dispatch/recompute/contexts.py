@@ -39,7 +39,8 @@ def keep_routes(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
     """Let a recomputed dispatch take the route of its forward. The ``context_fn`` of ``torch.utils.checkpoint``.
 
     A recomputation then neither exchanges counts nor waits for the device, and experts get the rows of the forward, in
-    the same order. The ids that the router chooses in the recomputation must be those of the forward, because the
+    the same order. The last combine of the call is left out, if on no rank the checkpoint saves a tensor behind it. The
+    ids that the router chooses in the recomputation must be those of the forward, because the
     backward of the router uses them. They are compared: in eager mode the backward raises InputError on every rank, and
     in graph-safe mode ``Dispatcher.check`` does. ``keep_ids`` gives the router the ids of the forward.
 
@@ -56,7 +57,9 @@ def keep_routes(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
     Cost: a dispatch keeps its ids in 2 bytes (4 with more than 32,767 experts), the weight of each row of the experts,
     and its route, which the autograd graph of the forward holds anyway. A backward with recomputed eager dispatches
     ends with one small all-reduce on the control group for each channel, and a host sync. If the control group is on
-    the CPU, or with ``debug``, each recomputed dispatch has a small all-reduce too.
+    the CPU, or with ``debug``, each recomputed dispatch has a small all-reduce too; otherwise the first one of a
+    backward has it, which is a host sync. In graph-safe mode nothing waits for the device, and only the first one has
+    an all-reduce, if the control group is on the CPU.
     """
     log = Log()
     contexts: Contexts = (_Entered(Keeping, log), _Entered(Repeating, log))

@@ -29,9 +29,8 @@ class DeepEPOptions(LibraryOptions):
         num_sms: Number of streaming multiprocessors that the kernels may use, even. None is the library's default.
         deterministic: For v2 and V2.5: whether the rows of a source rank arrive in their order, for which the library
             sorts them. v1 always keeps this order. With False, rows stay in the order of their arrival, which differs
-            from run to run: activation checkpointing then needs ``use_reentrant=True``, and ``chunks.recompute`` must
-            be off. Graph-safe mode needs False with ``expand`` and across nodes, because there the sort reads the
-            device.
+            from run to run: activation checkpointing then needs ``keep_routes`` or ``use_reentrant=True``. Graph-safe
+            mode needs False with ``expand`` and across nodes, because there the sort reads the device.
         expand: For v2 and V2.5: whether the library itself delivers expert-major rows, padded on the device, and adds
             the expert rows of a token up. That saves the copies to experts and back. The library then rounds the
             weighted rows to bfloat16 before it adds them.

@@ -127,8 +127,8 @@ def _refuse_recomputation() -> None:
     if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
         raise ConfigError(
             "Backend 'deepep': with the option deterministic=False rows arrive in another order when they are computed "
-            "again, so checkpointing must have use_reentrant=True or context_fn=moe_dispatch.recompute.keep_routes, "
-            "and chunks.recompute must be off. Or leave deterministic out."
+            "again, so checkpointing must have use_reentrant=True or context_fn=moe_dispatch.recompute.keep_routes. Or "
+            "leave deterministic out."
         )
 
 
