@@ -96,7 +96,8 @@ def test_chunks_have_the_bits_of_one_dispatch(backend: Any, fields: dict[str, An
     parts = on_ranks(lambda group: step(group, backend, chunks={"tokens": CHUNK, "recompute": recompute}, **fields), 4)
     compare(whole, parts, bits=backend != "allgather")  # a reduce-scatter adds in an order of its own
     calls, times = parts[0]["calls"], 2 if recompute else 1
-    assert calls["dispatch"] == calls["combine"] == times * CHUNKS
+    assert calls["dispatch"] == times * CHUNKS
+    assert calls["combine"] == CHUNKS  # a recomputation stops before it
     assert calls["combine.backward"] == CHUNKS
     assert calls.get("sizes", 0) == (0 if "max_tokens_per_rank" in fields else 1)
 

@@ -659,10 +659,10 @@ USES = [
 
 @pytest.mark.parametrize(("backend", "fields"), SETTINGS, ids=names)
 def test_routes_are_freed_with_the_graph(backend: Any, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    config, log = layer_config(backend, **fields), contexts.Log
-    logs: list[weakref.ref[contexts.Log]] = []
+    config, log = layer_config(backend, **fields), routes.Log
+    logs: list[weakref.ref[routes.Log]] = []
 
-    def noted() -> contexts.Log:
+    def noted() -> routes.Log:
         made = log()
         logs.append(weakref.ref(made))
         return made
@@ -718,8 +718,8 @@ def test_memory_that_is_kept(backend: Any, fields: dict[str, Any], monkeypatch: 
 
     No rows are kept, also not by the route.
     """
-    config, log = layer_config(backend, hidden_size=256, **fields), contexts.Log
-    logs: list[contexts.Log] = []
+    config, log = layer_config(backend, hidden_size=256, **fields), routes.Log
+    logs: list[routes.Log] = []
     monkeypatch.setattr(contexts, "Log", lambda: logs.append(log()) or logs[-1])  # type: ignore[func-returns-value]
 
     def body(group: Group) -> None:

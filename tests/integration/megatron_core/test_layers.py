@@ -205,12 +205,10 @@ def recomputed_on_routes(rank: int) -> float:
 
     want, before = called(), metrics().dispatches
     layer.moe_layer_recompute, checkpoint_of_megatron = True, tensor_parallel.checkpoint
-    keep_routes()
-    keep_routes()
-    try:
+    with keep_routes():
+        keep_routes().close()  # it was not the first, so it ends nothing
         got = called()
-    finally:
-        tensor_parallel.checkpoint = checkpoint_of_megatron
+    assert tensor_parallel.checkpoint is checkpoint_of_megatron
     assert metrics().dispatches == before + 2
     assert difference(called(), want) < 1e-5
     assert metrics().dispatches == before + 6, "without it, each recomputation dispatches anew"
