@@ -113,12 +113,12 @@ def keep_ids(topk_ids: Tensor) -> Tensor:
 
     Cost: the checkpoint keeps ``topk_ids``.
     """
-    if torch.compiler.is_compiling() or not isinstance(of_thread.interceptor, _Way):
+    if torch.compiler.is_compiling() or not isinstance(of_thread.interceptor, Way):
         return topk_ids
     return of_thread.interceptor.ids(topk_ids)
 
 
-class _Way(Interceptor):
+class Way(Interceptor):
     """What takes the dispatches of a checkpointed call.
 
     Checkpoints may be nested. Then the innermost recomputation decides the route, and every forward inside of it
@@ -145,7 +145,7 @@ class _Way(Interceptor):
 
 
 @final
-class Keeping(_Way):
+class Keeping(Way):
     """The forward of a checkpointed call."""
 
     def __init__(self, log: Log) -> None:
@@ -160,7 +160,7 @@ class Keeping(_Way):
         sent: Dispatched | InFlight
         kept: Kept | None
         with _in_force(self.outer):
-            if isinstance(self.outer, _Way):
+            if isinstance(self.outer, Way):
                 sent, kept = call(), self.outer.latest(lease)
             elif lease.shared is not lease.opened:
                 sent, kept = call(), None
@@ -190,14 +190,14 @@ class Keeping(_Way):
         return self.log.kept[lease][-1]
 
     def ids(self, topk_ids: Tensor) -> Tensor:
-        if isinstance(self.outer, _Way):
+        if isinstance(self.outer, Way):
             topk_ids = self.outer.ids(topk_ids)
         self.log.ids.append(topk_ids.clone())  # the caller may change them in place
         return topk_ids
 
 
 @final
-class Repeating(_Way):
+class Repeating(Way):
     """A recomputation of a checkpointed call. It starts at the first entry of the log."""
 
     def __init__(self, log: Log) -> None:
@@ -282,7 +282,7 @@ class _Entered(AbstractContextManager[None]):
         of_thread.interceptor = self._way(self._log)
 
     def __exit__(self, *error: object) -> None:
-        assert isinstance(of_thread.interceptor, _Way)
+        assert isinstance(of_thread.interceptor, Way)
         of_thread.interceptor = of_thread.interceptor.outer
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from moe_dispatch._interceptors import of_thread
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.recompute.contexts import keep_routes_of
+from moe_dispatch.recompute.contexts import Way, keep_ids, keep_routes_of
 
 # Attributes that hold a checkpointing function: in torch's CheckpointWrapper, and in layers of transformers.
 _CHECKPOINT_FUNCTIONS = ("checkpoint_fn", "_gradient_checkpointing_func")
+_ROUTERS = ("router", "gate")  # what models call the module that chooses experts
 
 
 def keep_routes_in(model: nn.Module) -> None:
@@ -20,6 +25,9 @@ def keep_routes_in(model: nn.Module) -> None:
     Call it when activation checkpointing has been applied. It finds layers in torch's ``checkpoint_wrapper``, as of
     torchtitan and NeMo Automodel, and those of transformers. A second call does nothing. For transformers,
     ``attach(model, keep_routes=True)`` also finds checkpoints that are enabled later.
+
+    Modules called ``router`` or ``gate`` get the ids of their forwards, as by ``keep_ids``, where they call
+    ``torch.topk``.
 
     Raises:
         ConfigError: No module of the model is checkpointed.
@@ -37,6 +45,14 @@ def keep_routes_in(model: nn.Module) -> None:
             f"keep_routes_in: a module of the model must be checkpointed, got none in {type(model).__name__}. Apply "
             "activation checkpointing first, or pass context_fn=keep_routes to your own checkpoint."
         )
+    keep_ids_in(model)
+
+
+def keep_ids_in(model: nn.Module) -> None:
+    """Let the routers of a model choose the experts of the forward in recomputations. A second call does nothing."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in _ROUTERS and not isinstance(module.forward, KeepingRouter):
+            module.forward = KeepingRouter(module.forward)
 
 
 def _keeps(checkpoint: Any) -> bool:
@@ -57,3 +73,34 @@ class KeepingCheckpoint:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.checkpoint(keep_routes_of(function), *args, **kwargs)
+
+
+@final
+class KeepingRouter:
+    """The forward of a router, whose ``torch.topk`` returns the ids of the forward in a recomputation."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __get__(self, router: nn.Module, _: type) -> Callable[..., Any]:
+        """Bind it, if it is the method of a class."""
+        return partial(self, router)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not isinstance(of_thread.interceptor, Way):
+            return self.forward(*args, **kwargs)
+        with _KeptTopK():
+            return self.forward(*args, **kwargs)
+
+
+@final
+class _KeptTopK(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.topk, Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        with torch.no_grad():
+            chosen = func(*args, **(kwargs or {}))
+        call = dict(zip(("input", "k", "dim"), args, strict=False)) | (kwargs or {})
+        ids = keep_ids(chosen.indices)
+        # The forward and the recomputation do the same, so that they save the same tensors.
+        return torch.return_types.topk((call["input"].gather(call.get("dim", -1), ids), ids))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from moe_dispatch import BSHD, SBHD, Routing
 from moe_dispatch.errors import InputError, MoEDispatchError, PeerError
-from moe_dispatch.recompute import keep_ids, routes
+from moe_dispatch.recompute import keep_ids, keep_routes_in, routes
 from tests.deep_ep_backends.vendors import HYBRID, V25
 from tests.dispatchers.layer import Group, caught, on_ranks, outcomes, raises_everywhere
-from tests.recompute.layer import D, Layer, assert_equal, called, gradients, layer_config, step, tokens
+from tests.recompute.layer import D, K, Layer, assert_equal, called, gradients, layer_config, step, tokens
 
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 12}
 OTHER_IDS = "the router of 'layers.1' must choose the experts of its forward", "moe_dispatch.recompute.keep_ids"
@@ -231,3 +233,71 @@ def test_gradients_of_the_noise_are_wrong_without_ids() -> None:
     assert torch.equal(found[0], wanted[0])
     assert not torch.equal(found[2], wanted[2])
     assert len(gradients(tokens(None), layer)) == 3
+
+
+class Router(nn.Module):
+    """A router that a framework holds: its choice has noise in recomputations, or its weights are those of the top-k.
+
+    Attributes:
+        noise: Scale of the noise in recomputations.
+    """
+
+    def __init__(self, gate: nn.Parameter, noise: float) -> None:
+        super().__init__()
+        self.gate, self.noise = gate, noise
+
+    def forward(self, x: Tensor) -> Routing:
+        probs = (x @ self.gate).softmax(1)
+        if not self.noise:
+            weights, ids = torch.topk(probs, K, dim=1)
+            return Routing(ids, weights)
+        again = torch._C._current_graph_task_id() != -1
+        ids = (probs + self.noise * again * torch.randn_like(probs)).topk(K).indices
+        return Routing(ids, probs.gather(1, ids))
+
+
+class Block(nn.Module):
+    """A layer of a framework, which holds its router."""
+
+    def __init__(self, config: Any, group: Group, noise: float) -> None:
+        super().__init__()
+        self.layer = Layer(config, group)
+        self.router = Router(self.layer.gate, noise)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dispatcher = self.layer.dispatcher
+        sent = dispatcher.dispatch(x, self.router(x))
+        return x + dispatcher.combine(
+            sent.grouped_mm(sent.grouped_mm(sent.rows, self.layer.first), self.layer.second), sent
+        )
+
+
+@pytest.mark.parametrize("noise", [0.0, 3.0], ids=["weights of the top-k", "noise"])
+@pytest.mark.parametrize("copied", [False, True], ids=["", "copied"])
+@pytest.mark.parametrize("implementation", [*CheckpointImpl])
+def test_routers_of_a_wrapped_model_get_their_ids(implementation: Any, copied: bool, noise: float) -> None:
+    """One word is enough: ``keep_routes_in`` finds the routers too."""
+
+    def body(group: Group, kept: bool) -> list[Tensor]:
+        block = Block(layer_config(), group, noise)
+        model: Any = nn.ModuleList([block])
+        if kept:
+            model[0] = checkpoint_wrapper(block, checkpoint_impl=implementation)
+            keep_routes_in(model)
+            keep_routes_in(model)
+            if copied:
+                model = copy.deepcopy(model)
+                block.router.forward = None  # type: ignore[method-assign, assignment]
+                block.layer.dispatcher.close()
+        x = tokens(group)
+        y: Tensor = model[0](x)
+        y.square().sum().backward()
+        found = [y.detach(), *gradients(x, model)]
+        for each in model.modules():
+            if isinstance(each, Layer):
+                each.dispatcher.close()
+        return found
+
+    wanted, found = (on_ranks(partial(body, kept=kept), 2) for kept in (False, True))
+    assert len(wanted[0]) == 5
+    assert_equal(found, wanted)

@@ -11,6 +11,7 @@ from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization  # noqa: E402
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlock  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
@@ -20,6 +21,7 @@ __all__ = [
     "MoELayer",
     "ModuleSpec",
     "ProcessGroupCollection",
+    "TopKRouter",
     "TransformerBlock",
     "TransformerLayer",
     "get_align_size_for_quantization",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from moe_dispatch.integrations.megatron.core import tensor_parallel
-from moe_dispatch.recompute.modules import KeepingCheckpoint
+from moe_dispatch.integrations.megatron.core import TopKRouter, tensor_parallel
+from moe_dispatch.recompute.modules import KeepingCheckpoint, KeepingRouter
 
 
 def keep_routes() -> ExitStack:
@@ -16,11 +16,17 @@ def keep_routes() -> ExitStack:
     float8 or float4 recipes Megatron calls transformer-engine's own checkpoint, which dispatches anew. A second call
     does nothing. Call it on all ranks.
 
+    Routers that choose by ``torch.topk`` get the ids of their forwards, so without ``moe_router_fusion``.
+
     Returns:
         What ends it: a context manager, and its ``close`` does the same. Forwards from before keep their routes.
     """
-    ends, before = ExitStack(), tensor_parallel.checkpoint
-    if not isinstance(before, KeepingCheckpoint):
-        tensor_parallel.checkpoint = KeepingCheckpoint(before)
-        ends.callback(setattr, tensor_parallel, "checkpoint", before)
+    ends = ExitStack()
+    if not isinstance(tensor_parallel.checkpoint, KeepingCheckpoint):
+        for owner, name, keeping in (
+            (tensor_parallel, "checkpoint", KeepingCheckpoint),
+            (TopKRouter, "forward", KeepingRouter),
+        ):
+            ends.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, keeping(getattr(owner, name)))
     return ends

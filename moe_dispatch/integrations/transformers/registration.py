@@ -80,13 +80,18 @@ def attach(model: nn.Module, *, keep_routes: bool = False) -> None:
     Args:
         model: The whole model.
         keep_routes: Whether layers that transformers' switch or torch's ``checkpoint_wrapper`` recomputes dispatch on
-            the routes of their forwards, as ``moe_dispatch.recompute.keep_routes`` does. Equal on all ranks.
+            the routes of their forwards, as ``moe_dispatch.recompute.keep_routes_in`` says. Equal on all ranks.
 
     Raises:
         ConfigError: The model has no MoE layers, none of them is wired, or no module around them takes the mask. Or an
             adapter stands around experts with sharded weights; this is also raised in a forward.
     """
-    for name, (experts, wiring) in _wired_experts(model).items():
+    wired = _wired_experts(model)
+    if keep_routes:
+        from moe_dispatch.recompute.modules import keep_ids_in  # noqa: PLC0415 - other models never need it
+
+        keep_ids_in(model)
+    for name, (experts, wiring) in wired.items():
         wiring.give_name(experts, name)
         owner = module_with_mask(model, name)
         if owner is None:

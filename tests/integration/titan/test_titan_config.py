@@ -137,16 +137,24 @@ def test_selective_checkpointing_repeats_dispatch_unless_our_operators_are_saved
 
 
 def test_a_recomputed_layer_takes_the_route_of_its_forward() -> None:
+    """The router of the recomputation would choose otherwise, and gets the ids of its forward."""
     config = moe_config()
     use(config)
     model = nn.Module()
-    model.layers = nn.ModuleDict({"0": built(config)})
+    layer: Any = built(config)
+    layer.expert_bias_E = torch.zeros(layer.router.num_experts)
+
+    def change(router: nn.Module, args: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return args[0], args[1] + (torch._C._current_graph_task_id() != -1) * torch.rand_like(args[1])
+
+    layer.router.register_forward_pre_hook(change)
+    model.layers = nn.ModuleDict({"0": layer})
     whole: Any = copy.deepcopy(model)
     want = forward(whole.layers["0"])
     before = whole.layers["0"].routed_experts.token_dispatcher.dispatcher.metrics().dispatches
     run_page("integrations/torchtitan.md")["recompute"](model)
     keep_routes_in(model)
-    layer: Any = model.layers["0"]
+    layer = model.layers["0"]
     got = {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in forward(layer).items()}
     assert layer.routed_experts.token_dispatcher.dispatcher.metrics().dispatches == before + 1
     assert list(got) == list(want)

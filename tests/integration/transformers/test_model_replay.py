@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointError
 
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.integrations.transformers import RoutingReplay, attach, config_for, dispatchers_of, register
@@ -108,6 +109,33 @@ def test_a_layer_is_recomputed_with_the_ids_of_its_forward(how: str, wired: str,
     got = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients(model).items()}
     assert difference(got, wanted) < 1e-5
     assert not wired or drift_of(model) == counts, "a recomputation counts nothing"
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["anew", "keeps routes"])
+def test_a_router_that_chooses_otherwise_in_a_recomputation(kept: bool, mesh: DeviceMesh) -> None:
+    """With ``keep_routes``, it gets the ids of its forward."""
+
+    def called(checkpointed: bool) -> dict[str, torch.Tensor]:
+        model = double("deepseek_v3")
+        model = wire(model, mesh, registered(model.config, name="chooses-otherwise"))
+        attach(model, keep_routes=kept)
+        if checkpointed:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        batch = BATCHES[TWO[0]]
+        loss = loss_of(model, batch, targets(batch))
+        biases = [each.e_score_correction_bias for each in model.modules() if hasattr(each, "e_score_correction_bias")]
+        assert biases
+        for bias in biases:
+            bias += torch.arange(len(bias))
+        loss.backward()
+        return gradients(model)
+
+    wanted = called(False)
+    if kept:
+        assert difference(called(True), wanted) == 0
+    else:
+        with pytest.raises(CheckpointError):
+            called(True)
 
 
 CASES = {
