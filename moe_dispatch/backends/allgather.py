@@ -85,9 +85,8 @@ class AllGatherRoute(RankMajorRoute):
         hidden, dtype = rows_RD.shape[1], accumulation_dtype(rows_RD.dtype)
         width = hidden + (0 if values_R is None else self.index.top_k)
         sums = self.context.workspace.lend(self.index.num_rows, width, dtype=dtype, device=rows_RD.device)
-        self.permutation.reduce(rows_RD, self.index, weights_R, sums[:, :hidden])
-        if values_R is not None:
-            sums[:, hidden:].copy_(self.index.to_slots(values_R))
+        values = None if values_R is None else (values_R, sums[:, hidden:])
+        self.permutation.reduce(rows_RD, self.index, weights_R, sums[:, :hidden], values)
         mine = sums.new_empty(self.num_rows, width)
         self.context.communicator.reduce_scatter(mine, sums, label=label)
         if values_R is None:
@@ -124,5 +123,5 @@ class AllGather(Backend):
                 counts = read_host(count_experts(ids_SK.long(), shape.num_experts)[mine])
             else:
                 counts = list(of_all[mine])
-        index = self.context.group(ids_SK - first, weights_SK, sizes.capacity, counts=counts)
+        index = self.context.group(ids_SK, weights_SK, sizes.capacity, first=first, counts=counts)
         return arrive(AllGatherRoute(context=self.context, index=index), rows_SD, weights_SK, rows_TD.dtype)

@@ -322,25 +322,33 @@ class BackendContext:
         return self.permutations[type(tensor), tensor.device.type]
 
     def group(
-        self, local_ids_SK: Tensor, weights_SK: Tensor, capacity: Capacity | None, *, counts: Sequence[int] = ()
+        self,
+        ids_SK: Tensor,
+        weights_SK: Tensor,
+        capacity: Capacity | None,
+        *,
+        first: int = 0,
+        counts: Sequence[int] = (),
     ) -> SlotIndex:
-        """Make the index that groups slots by the experts of this rank, 0 to L-1.
+        """Make the index that groups slots by the L experts of this rank.
 
         Args:
-            local_ids_SK: integer (S, K). A slot with another id belongs to no expert of this rank.
+            ids_SK: integer (S, K), expert ids. A slot with another id belongs to no expert of this rank.
             weights_SK: floating (S, K). If the capacity is too small, the slots with the smallest weights are dropped.
             capacity: Capacity of a graph-safe dispatch; None for an index with as many rows as the routing needs.
+            first: Id of the first expert of this rank.
             counts: Number of slots of each local expert, on the host; needed only without a capacity.
         """
-        shape, permutation = self.shape, self.permutation_of(local_ids_SK)
+        shape, permutation = self.shape, self.permutation_of(ids_SK)
         if capacity is None:
-            return permutation.group_slots(local_ids_SK, counts, shape.pad_multiple)
+            return permutation.group_slots(ids_SK, counts, shape.pad_multiple, first=first)
         return permutation.group_statically(
-            local_ids_SK,
+            ids_SK,
             shape.num_local_experts,
             rows=capacity.rows,
             buffer_rows=capacity.buffer_rows,
             pad_multiple=shape.pad_multiple,
+            first=first,
             weights_SK=weights_SK if capacity.rows < worst_rows(shape, capacity.pair_rows) else None,
         )
 

@@ -79,9 +79,10 @@ class LocalRoute(RankMajorRoute):
     ) -> tuple[Tensor, Tensor | None]:
         row = row_format(rows_RD.dtype, rows_RD.shape[1], back_wire(self.context.shape.wire_dtype))
         out = rows_RD.new_empty(self.index.num_rows, rows_RD.shape[1])
-        self.permutation.reduce(row.round_trip(rows_RD) if self.exact else rows_RD, self.index, weights_R, out)
-        out = out if self.exact else row.round_trip(out)
-        return out, None if values_R is None else self.index.to_slots(values_R)
+        values_SK = None if values_R is None else values_R.new_empty(self.index.num_rows, self.index.top_k)
+        values = None if values_R is None or values_SK is None else (values_R, values_SK)
+        self.permutation.reduce(row.round_trip(rows_RD) if self.exact else rows_RD, self.index, weights_R, out, values)
+        return out if self.exact else row.round_trip(out), values_SK
 
 
 @final

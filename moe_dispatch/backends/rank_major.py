@@ -114,7 +114,7 @@ def arrive(
     real_L, padded_L, padded_list = index.tokens_per_key(weights_SK.device)
     return Arrived(
         rows=expand(route, rows_SD, dtype),
-        weights=index.to_grouped(weights_SK),
+        weights=route.context.permutations[type(weights_SK), weights_SK.device.type].to_grouped(index, weights_SK),
         tokens_per_expert=padded_L,
         real_tokens_per_expert=real_L,
         tokens_per_expert_list=padded_list,

@@ -42,6 +42,7 @@ class Permutation(ABC):
     count_owners: Callable[..., tuple[Tensor, Tensor]] = staticmethod(tables.count_owners)
     group_slots: Callable[..., SlotIndex] = staticmethod(tables.group_slots)
     group_statically: Callable[..., SlotIndex] = staticmethod(tables.group_statically)
+    to_grouped: Callable[[SlotIndex, Tensor], Tensor] = staticmethod(SlotIndex.to_grouped)
     send_places: Callable[..., tuple[Tensor, ...]] | None = None
     pack_slots: Callable[..., None]
 
@@ -136,7 +137,14 @@ class Permutation(ABC):
         """
 
     @abstractmethod
-    def reduce(self, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
+    def reduce(
+        self,
+        rows_RD: Tensor,
+        index: SlotIndex,
+        weights_R: Tensor | None,
+        out: Tensor,
+        values: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         """Write to ``out[s]`` the weighted sum of the grouped rows that are copies of row s, added in slot order.
 
         Args:
@@ -144,6 +152,8 @@ class Permutation(ABC):
             index: The index that holds the grouped positions of each row.
             weights_R: (R,) in the accumulation dtype, or None for weights of 1. On padding it may hold anything.
             out: (S, D), any floating dtype.
+            values: One value per grouped row, (R,), and what gets them, (S, K) with a stride of rows: the value at the
+                slot of its row, and 0 at slots without a key. None if no values are to be moved.
         """
 
     @abstractmethod

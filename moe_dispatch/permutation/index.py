@@ -243,6 +243,7 @@ def group_slots(
     counts: Sequence[int],
     pad_multiple: int = 1,
     *,
+    first: int = 0,
     entries_per_key: int = 1,
     real_L: Tensor | None = None,
 ) -> SlotIndex:
@@ -254,6 +255,7 @@ def group_slots(
         counts: The number of slots of each key, on the host.
         pad_multiple: The number of rows of each key is rounded up to a multiple of this; a key without rows stays
             empty.
+        first: The number in ``keys_SK`` that stands for key 0, times M.
         entries_per_key: M. The rows of a key are ordered by entry first.
         real_L: int64 (L,), ``counts`` on the device, if the caller has them there. The index keeps this tensor.
 
@@ -261,6 +263,7 @@ def group_slots(
     """
     num_rows, top_k = keys_SK.shape
     real, device = sum(counts), keys_SK.device
+    keys_SK = keys_SK - first if first else keys_SK
     # Without its sign bit, a negative key is large (-1 in int64 becomes 2**63 - 1), so it sorts behind all groups.
     keys = keys_SK.bitwise_and(torch.iinfo(keys_SK.dtype).max)
     slot_N = keys.reshape(-1).sort(stable=True).indices[:real]
@@ -294,7 +297,14 @@ def group_slots(
 
 
 def group_statically(
-    keys_SK: Tensor, num_keys: int, *, rows: int, buffer_rows: int, pad_multiple: int, weights_SK: Tensor | None
+    keys_SK: Tensor,
+    num_keys: int,
+    *,
+    rows: int,
+    buffer_rows: int,
+    pad_multiple: int,
+    weights_SK: Tensor | None,
+    first: int = 0,
 ) -> SlotIndex:
     """Make the index of a table of keys for a buffer of fixed size.
 
@@ -307,11 +317,12 @@ def group_statically(
         buffer_rows: R, the size of the buffer: room for ``rows`` rows and their padding.
         pad_multiple: As in ``group_slots``.
         weights_SK: floating (S, K), the weights that decide which slots are dropped; None if there is room for all.
+        first: As in ``group_slots``.
 
     Cost: one stable sort of S*K keys, a second one with ``weights_SK``, and single passes; no host sync.
     """
     num_rows, top_k = keys_SK.shape
-    keys_N, needed = kept_keys(keys_SK, num_keys, weights_SK, rows)
+    keys_N, needed = kept_keys(keys_SK - first if first else keys_SK, num_keys, weights_SK, rows)
     sorted_N, slot_N = keys_N.sort(stable=True)
     real_L = torch.zeros(num_keys + 1, dtype=torch.int64, device=keys_N.device)
     real_L = real_L.scatter_add_(0, keys_N.long(), torch.ones_like(slot_N))[:num_keys]

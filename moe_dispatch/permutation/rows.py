@@ -131,11 +131,20 @@ class TorchPermutation(Permutation):
             dots_R = torch.where(is_real(), dots_R, 0).to(weights_R.dtype)
         return (wide_RD * weights_R.to(accumulate).unsqueeze(1)).to(dtype), dots_R
 
-    def reduce(self, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
+    def reduce(
+        self,
+        rows_RD: Tensor,
+        index: SlotIndex,
+        weights_R: Tensor | None,
+        out: Tensor,
+        values: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         weights_N = None if weights_R is None else weights_R.index_select(0, index.byrow_N)
         if rows_RD.requires_grad:  # embedding_bag would prepare a backward, which is not needed
             rows_RD = rows_RD.detach()
         self.sum_bags(rows_RD, index.byrow_N, index.cu_S, weights_N, out)
+        if values is not None:
+            values[1].copy_(index.to_slots(values[0]))
 
     def sum_bags(self, rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
         if self._fixed_size:

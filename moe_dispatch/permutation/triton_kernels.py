@@ -187,17 +187,23 @@ def sum_bags_kernel(
     edges,
     weights,
     out,
+    cleared,
     width,
     rows_stride,
     rows_step,
     out_stride,
     out_step,
+    cleared_stride,
+    cleared_width,
+    of_rows: tl.constexpr,
     accumulate: tl.constexpr,
+    cleared_block: tl.constexpr,
     block: tl.constexpr,
 ):
     """Compute ``out[s]``, the sum of ``rows[members[i]] * weights[i]`` over i in ``range(edges[s], edges[s + 1])``.
 
-    The terms are added in the order of i.
+    The terms are added in the order of i. With ``of_rows``, the weight is ``weights[members[i]]``. Also set
+    ``cleared[s]`` to 0 if it is given.
     """
     at = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
@@ -207,10 +213,15 @@ def sum_bags_kernel(
         row = tl.load(members + i)
         values = tl.load(rows + row * rows_stride + columns * rows_step, mask=inside, other=0).to(accumulate)
         if weights is not None:
-            total = tl.fma(values, tl.load(weights + i).to(accumulate), total)
+            total = tl.fma(values, tl.load(weights + (row if of_rows else i)).to(accumulate), total)
         else:
             total += values
     tl.store(out + at * out_stride + columns * out_step, _rounded(total, out), mask=inside)
+    if cleared is not None:
+        column = tl.arange(0, cleared_block).to(tl.int64)
+        write = column < tl.where(tl.program_id(1) == 0, cleared_width, 0)
+        none = tl.zeros((cleared_block,), cleared.dtype.element_ty)
+        tl.store(cleared + at * cleared_stride + column, none, mask=write)
 
 
 @torch.compiler.disable  # torch.compile can trace neither ``device_of`` nor Triton's interpreter
@@ -299,16 +310,31 @@ def weigh(
 
 
 @torch.compiler.disable
-def sum_bags(rows: Tensor, members: Tensor, edges: Tensor, weights: Tensor | None, out: Tensor) -> None:
-    """Launch ``sum_bags_kernel``: rows (n, at least D), members int64 (N,), edges int64 (S+1,), out (S, D)."""
+def sum_bags(
+    rows: Tensor,
+    members: Tensor,
+    edges: Tensor,
+    weights: Tensor | None,
+    out: Tensor,
+    *,
+    of_rows: bool = False,
+    cleared: Tensor | None = None,
+) -> None:
+    """Launch ``sum_bags_kernel``: rows (n, at least D), members int64 (N,), edges int64 (S+1,), out (S, D).
+
+    Weights are (N,), or (n,) with ``of_rows``. ``cleared`` is (S, K), with a stride of rows.
+    """
     if out.numel():
         weights = None if weights is None else weights.contiguous()
         with torch.cuda.device_of(out):
             sum_bags_kernel[_grid(out)](
-                *(rows, members.contiguous(), edges.contiguous(), weights, out, out.shape[1]),
+                *(rows, members.contiguous(), edges.contiguous(), weights, out, cleared, out.shape[1]),
                 *rows.stride(),
                 *out.stride(),
+                *((0, 0) if cleared is None else (cleared.stride(0), cleared.shape[1])),
+                of_rows=of_rows,
                 accumulate=_accumulation(rows.dtype, out.dtype),
+                cleared_block=1 if cleared is None else triton.next_power_of_2(cleared.shape[1]),
                 **_options(out.shape[1]),
             )
 

@@ -38,6 +38,7 @@ class TritonPermutation(Permutation):
         tables = import_whole("moe_dispatch.permutation.triton_tables", "triton")
         self.merge_slots, self.valid_ids, self.count_owners = tables.merge_slots, tables.valid_ids, tables.count_owners
         self.group_slots, self.group_statically = tables.group_slots, tables.group_statically
+        self.to_grouped, self._to_slots = tables.to_grouped, tables.to_slots
         self.send_places, self.pack_slots = tables.send_places, tables.pack_slots
 
     @classmethod
@@ -102,9 +103,19 @@ class TritonPermutation(Permutation):
         self._kernels.weigh(rows_RD, weights_R, is_real(), out, partners=partners_RD, dots=dots, clears=clears)
         return out, None if dots is None else dots.to(weights_R.dtype)
 
-    def reduce(self, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
-        weights_N = None if weights_R is None else weights_R.index_select(0, index.byrow_N)
-        self.sum_bags(rows_RD, index.byrow_N, index.cu_S, weights_N, out)
+    def reduce(
+        self,
+        rows_RD: Tensor,
+        index: SlotIndex,
+        weights_R: Tensor | None,
+        out: Tensor,
+        values: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        cleared = None if values is None else values[1]
+        tables: Any = {"of_rows": True, "cleared": cleared}
+        self._kernels.sum_bags(rows_RD, index.byrow_N, index.cu_S, weights_R, out, **tables)
+        if values is not None:
+            self._to_slots(index, *values)
 
     def sum_bags(self, rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
         self._kernels.sum_bags(rows, members_N, cu_S, weights_N, out)

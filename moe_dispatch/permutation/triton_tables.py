@@ -30,117 +30,145 @@ _BLOCK = 1024
 _OPTIONS: Any = {"block": _BLOCK, "num_warps": 4, "enable_fp_fusion": False}
 
 
-@triton.jit(do_not_specialize=["num_slots", "grouped", "num_padding"])
-def start_kernel(
+@triton.jit
+def _columns(keys, slot, end, row_stride, top_k, first, num_entries, columns: tl.constexpr):
+    """Return the entry of the key of each slot, ``num_entries`` without a key, and a 1 in the column of the entry."""
+    inside = slot < end
+    key = tl.load(keys + slot // top_k * row_stride + slot % top_k, mask=inside, other=-1).to(tl.int64) - first
+    has_key = inside & (key >= 0) & (key < num_entries)
+    entry = tl.where(has_key, key, num_entries)
+    is_its = (entry[:, None] == tl.arange(0, columns)[None, :]) & inside[:, None]
+    return has_key, is_its.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_slots", "first"])
+def count_kernel(
     keys,
-    cleaned,
-    has_key,
-    real,
-    source,
-    filled,
-    place,
-    byrow,
-    padding,
+    table,
     num_slots,
-    num_keys,
-    grouped,
-    num_padding,
-    fixed: tl.constexpr,
+    row_stride,
+    top_k,
+    first,
+    num_entries,
+    columns: tl.constexpr,
+    step: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Write L for each slot without a key, and mark the others.
-
-    With a fixed size, also count the slots of each key, and fill the tables with what stands where no slot is placed.
-    """
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < num_slots
-    key = tl.load(keys + at, mask=inside, other=-1)
-    exists = inside & (key >= 0) & (key < num_keys)
-    tl.store(cleaned + at, tl.where(exists, key, num_keys), mask=inside)
-    tl.store(has_key + at, exists.to(tl.int64), mask=inside)
-    if fixed:
-        tl.atomic_add(real + key, tl.full((block,), 1, tl.int64), mask=exists)
-        tl.store(place + at, tl.full((block,), grouped, tl.int64), mask=inside)
-        tl.store(byrow + at, tl.zeros((block,), tl.int64), mask=inside)
-        tl.store(source + at, tl.zeros((block,), tl.int64), mask=at < grouped)
-        tl.store(filled + at, tl.full((block,), -1, tl.int64), mask=at < grouped)
-        tl.store(padding + at, tl.full((block,), grouped, tl.int64), mask=at < num_padding)
+    """Count how many slots of each block have each entry, and how many have no key."""
+    begin = tl.program_id(0).to(tl.int64) * block
+    end = tl.minimum(begin + block, num_slots)
+    count = tl.zeros((columns,), tl.int32)
+    for at in range(begin, end, step):
+        slot = at + tl.arange(0, step)
+        _, is_its = _columns(keys, slot, end, row_stride, top_k, first, num_entries, columns)
+        count += tl.sum(is_its, 0)
+    tl.store(table + tl.program_id(0) * columns + tl.arange(0, columns), count)
 
 
-@triton.jit
-def edges_kernel(real, padded, shifts, ends, needed, num_keys, multiple, block: tl.constexpr):
-    """Write for each key its padded count, the padding of all keys before it, and where its real rows would end."""
-    key = tl.arange(0, block)
-    inside = key < num_keys
-    count = tl.load(real + key, mask=inside, other=0)
-    gap = (multiple - count % multiple) % multiple
-    end = tl.cumsum(count, 0)
-    tl.store(padded + key, count + gap, mask=inside)
-    tl.store(shifts + key, tl.cumsum(gap, 0) - gap, mask=inside)
-    tl.store(ends + key, end, mask=inside)
-    tl.store(needed, tl.sum(count))
-
-
-@triton.jit(do_not_specialize=["num_sorted", "num_rows"])
+@triton.jit(do_not_specialize=["num_slots", "first", "num_blocks", "num_rows", "grouped"])
 def place_kernel(
+    keys,
+    table,
+    given_shifts,
     slots,
-    cleaned,
-    seen,
-    real,
-    shifts,
-    ends,
     source,
     filled,
     place,
     byrow,
     cu,
     padding,
-    num_sorted,
-    num_keys,
-    entries,
-    num_rows,
+    real,
+    padded,
+    needed,
+    num_slots,
+    row_stride,
     top_k,
+    first,
+    num_entries,
+    num_blocks,
+    num_rows,
+    grouped,
+    entries,
     multiple,
     is_padded: tl.constexpr,
     fixed: tl.constexpr,
+    columns: tl.constexpr,
+    gaps: tl.constexpr,
+    step: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Write the tables of a ``SlotIndex``. Element ``at`` has a part in each of the three.
+    """Write the tables of a ``SlotIndex``, from the counts of ``count_kernel``.
 
-    The first part places the slot that is number ``at`` in the order of the keys. ``seen`` holds the number of slots
-    with a key up to and including each slot. In ``cleaned``, each key has ``entries`` entries. The second part writes
-    ``cu[at]``. The third part is number ``at % (multiple - 1)`` of the padding of key ``at // (multiple - 1)``, if the
-    key has so much padding.
+    The first programs place a block of slots each. The programs behind them write the padding of 8 keys each. With a
+    fixed size, all of them write what stands where no slot is placed.
     """
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    sorted_ = at < num_sorted
-    slot = tl.load(slots + at, mask=sorted_, other=0)
-    key = tl.load(cleaned + slot, mask=sorted_, other=0) // entries
-    placed = sorted_ & (key < num_keys)
-    to = at
-    if is_padded:
-        to += tl.load(shifts + key, mask=placed, other=0)
-        if not fixed:
-            tl.store(place + at, to, mask=placed)
-    if fixed:
-        tl.store(place + at, to, mask=placed)
-        tl.store(filled + to, slot // top_k, mask=placed)
-    tl.store(source + to, slot // top_k, mask=placed)
-    tl.store(byrow + tl.load(seen + slot, mask=placed, other=1) - 1, to, mask=placed)
-    before = tl.load(seen + at * top_k - 1, mask=(at > 0) & (at <= num_rows), other=0)
-    tl.store(cu + at, before, mask=at <= num_rows)
-    if is_padded:
-        owner, number = at // (multiple - 1), at % (multiple - 1)
-        exists = owner < num_keys
-        count = tl.load(real + owner, mask=exists, other=0)
-        exists = exists & (number < (multiple - count % multiple) % multiple)
-        shift = tl.load(shifts + owner, mask=exists, other=0)
-        position = tl.load(ends + owner, mask=exists, other=0) + shift + number
+    column, number = tl.arange(0, columns), tl.arange(0, 16)[:, None]
+    before, total = tl.zeros((columns,), tl.int64), tl.zeros((columns,), tl.int64)
+    for at in range(0, num_blocks, 16):
+        of_block = at + number
+        to = of_block * columns + column[None, :]
+        count = tl.load(table + to, mask=of_block < num_blocks, other=0).to(tl.int64)
+        total += tl.sum(count, 0)
+        before += tl.sum(tl.where(of_block < tl.program_id(0), count, 0), 0)
+    is_key = column < num_entries
+    num_real = tl.sum(tl.where(is_key, total, 0))
+    gap = tl.where(is_key, (multiple - total % multiple) % multiple, 0)
+    if given_shifts is None:
+        shift = tl.cumsum(gap, 0) - gap
+    else:
+        shift = tl.load(given_shifts + column // entries, mask=is_key, other=0)
+    end_of_key = tl.cumsum(total, 0)
+    start, seen = end_of_key - total + before, tl.sum(tl.where(is_key, before, 0))
+    begin = tl.program_id(0).to(tl.int64) * block
+    end = tl.minimum(begin + block, num_slots)
+    for at in range(begin, end, step):
+        slot = at + tl.arange(0, step)
+        has_key, is_its = _columns(keys, slot, end, row_stride, top_k, first, num_entries, columns)
+        in_order = tl.sum(is_its * (start[None, :] + tl.cumsum(is_its, 0) - is_its), 1)
+        to, row = in_order + tl.sum(is_its * shift[None, :], 1), slot // top_k
+        marked = has_key.to(tl.int64)
+        earlier = seen + tl.cumsum(marked, 0) - marked
+        tl.store(source + to, row, mask=has_key)
+        tl.store(byrow + earlier, to, mask=has_key)
         if fixed:
-            tl.store(padding + at, position, mask=exists)
+            tl.store(slots + in_order, slot, mask=slot < end)
+            tl.store(place + in_order, tl.where(has_key, to, grouped), mask=slot < end)
+            tl.store(filled + to, row, mask=has_key)
+            tl.store(byrow + in_order, tl.zeros((step,), tl.int64), mask=(slot < end) & (has_key == 0))
         else:
-            tl.store(padding + shift + number, position, mask=exists)
-            tl.store(source + position, tl.zeros((block,), tl.int64), mask=exists)
+            tl.store(slots + in_order, slot, mask=has_key)
+            if is_padded:
+                tl.store(place + in_order, to, mask=has_key)
+        tl.store(cu + row, earlier, mask=(slot < end) & (slot % top_k == 0))
+        start += tl.sum(is_its, 0)
+        seen += tl.sum(marked)
+    is_first = tl.program_id(0) == 0
+    tl.store(cu + num_rows, num_real, mask=is_first)
+    if real is not None:
+        tl.store(real + column, total, mask=is_key & is_first)
+        tl.store(padded + column, total + gap, mask=is_key & is_first)
+    if fixed:
+        tl.store(needed, num_real, mask=is_first)
+        for at in range(num_real + tl.sum(gap) + begin, grouped, tl.num_programs(0) * block):
+            slack = at + tl.arange(0, block)
+            tl.store(source + slack, tl.zeros((block,), tl.int64), mask=slack < grouped)
+            tl.store(filled + slack, tl.full((block,), -1, tl.int64), mask=slack < grouped)
+    if is_padded:
+        key = (tl.program_id(0) - num_blocks) * 8
+        for owner in range(key, tl.where(key < 0, key, tl.minimum(key + 8, num_entries // entries))):
+            is_owner = (column // entries == owner) & is_key
+            count = tl.sum(tl.where(is_owner, total, 0))
+            missing = (multiple - count % multiple) % multiple
+            moved = tl.max(tl.where(is_owner, shift, 0))
+            position = tl.max(tl.where(is_owner, end_of_key, 0)) + moved + tl.arange(0, gaps)
+            exists = tl.arange(0, gaps) < missing
+            tl.store(source + position, tl.zeros((gaps,), tl.int64), mask=exists)
+            if fixed:
+                tl.store(filled + position, tl.full((gaps,), -1, tl.int64), mask=exists)
+                to = padding + owner * (multiple - 1) + tl.arange(0, gaps)
+                tl.store(to, tl.where(exists, position, grouped), mask=tl.arange(0, gaps) < multiple - 1)
+            else:
+                tl.store(padding + moved + tl.arange(0, gaps), position, mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -164,6 +192,58 @@ def merge_kernel(
     tl.store(merged_ids + to, tl.where(is_first | (mine < 0), mine, -1), mask=inside)
     tl.store(merged + to, tl.where(is_first, total, 0), mask=inside)
     tl.store(firsts + to, tl.where(mine >= 0, first, -1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def merge_backward_kernel(grads, firsts, out, num_slots, top_k, block: tl.constexpr):
+    """Give each slot the gradient of the slot whose weight has its sum, 0 where that is -1."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    first = tl.load(firsts + at, mask=at < num_slots, other=-1)
+    grad = tl.load(grads + at // top_k * top_k + first, mask=first >= 0, other=0)
+    tl.store(out + at, grad, mask=at < num_slots)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_grouped", "num_padding"])
+def to_grouped_kernel(
+    values,
+    slots,
+    place,
+    padding,
+    filled,
+    out,
+    num_slots,
+    num_grouped,
+    num_padding,
+    row_stride,
+    top_k,
+    block: tl.constexpr,
+):
+    """Copy the value of each slot to its place, and write 0 to padding and slack."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    slot, to = tl.load(slots + at, mask=at < num_slots, other=0), at
+    if place is not None:
+        to = tl.load(place + at, mask=at < num_slots, other=0)
+    placed = (at < num_slots) & (to < num_grouped)
+    value = tl.load(values + slot // top_k * row_stride + slot % top_k, mask=placed, other=0)
+    tl.store(out + to, value, mask=placed)
+    none = tl.zeros((block,), out.dtype.element_ty)
+    if filled is not None:
+        is_empty = tl.load(filled + at, mask=at < num_grouped, other=0) < 0
+        tl.store(out + at, none, mask=(at < num_grouped) & is_empty)
+    elif padding is not None:
+        tl.store(out + tl.load(padding + at, mask=at < num_padding, other=0), none, mask=at < num_padding)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_grouped"])
+def to_slots_kernel(values, slots, place, out, num_slots, num_grouped, row_stride, top_k, block: tl.constexpr):
+    """Copy the value at each place back to its slot. Other slots are not written."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    slot, source = tl.load(slots + at, mask=at < num_slots, other=0), at
+    if place is not None:
+        source = tl.load(place + at, mask=at < num_slots, other=0)
+    placed = (at < num_slots) & (source < num_grouped)
+    value = tl.load(values + source, mask=placed, other=0)
+    tl.store(out + slot // top_k * row_stride + slot % top_k, value, mask=placed)
 
 
 @triton.jit(do_not_specialize=["num_ids"])
@@ -213,14 +293,42 @@ def _pairs(ids, row, num_rows, row_stride, top_k, first, experts, size, targets:
 
 @triton.jit(do_not_specialize=["num_rows", "first"])
 def pairs_kernel(
-    ids, pairs, slots, num_rows, row_stride, top_k, first, experts, size, targets: tl.constexpr, block: tl.constexpr
+    ids,
+    pairs,
+    slots,
+    counts,
+    mark,
+    num_rows,
+    row_stride,
+    top_k,
+    first,
+    experts,
+    size,
+    width,
+    targets: tl.constexpr,
+    block: tl.constexpr,
 ):
-    """Count, for each block of rows and each rank, the rows that have an expert there, and their slots there."""
+    """Count, for each block of rows and each rank, the rows that have an expert there, and their slots there.
+
+    With ``counts``, also add the slots of each expert to its column of the row of its rank, and the rows of the rank to
+    the column behind them. ``mark`` is added there once, times 2**40.
+    """
     row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     found = _pairs(ids, row, num_rows, row_stride, top_k, first, experts, size, targets, block)
-    to = tl.program_id(0).to(tl.int64) * targets + tl.arange(0, targets)
-    tl.store(pairs + to, tl.sum((found > 0).to(tl.int32), 0))
+    target, rows = tl.arange(0, targets), tl.sum((found > 0).to(tl.int32), 0)
+    to = tl.program_id(0).to(tl.int64) * targets + target
+    tl.store(pairs + to, rows)
     tl.store(slots + to, tl.sum(found, 0))
+    if counts is not None:
+        for k in range(top_k):
+            expert = tl.load(ids + row * row_stride + k, mask=row < num_rows, other=-1).to(tl.int64) - first
+            counted = (row < num_rows) & (expert >= 0) & (expert < size * experts)
+            place = expert // experts * width + expert % experts
+            tl.atomic_add(counts + place, tl.full((block,), 1, tl.int64), mask=counted)
+        added = rows.to(tl.int64)
+        if mark is not None:
+            added += tl.where(tl.program_id(0) == 0, tl.load(mark) << 40, 0)
+        tl.atomic_add(counts + target * width + experts, added, mask=(target < size) & (added != 0))
 
 
 @triton.jit(do_not_specialize=["num_rows", "first", "num_blocks", "pair_rows"])
@@ -322,85 +430,83 @@ def group_slots(
     counts: Sequence[int],
     pad_multiple: int = 1,
     *,
+    first: int = 0,
     entries_per_key: int = 1,
     real_L: Tensor | None = None,
 ) -> SlotIndex:
-    """Do what ``index.group_slots`` does, with a ``real_L`` of its own.
-
-    Cost: a stable sort, a scan, two launches, a copy from pinned memory.
-    """
-    padded = [round_up(count, pad_multiple) for count in counts]
-    shifts = accumulate((each - count for each, count in zip(padded[:-1], counts, strict=False)), initial=0)
-    packed = to_device([*counts, *padded, *shifts, *accumulate(counts)], keys_SK.device)
-    sizes, of_keys = (sum(counts), sum(padded)), packed.view(4, len(counts)).unbind()
-    return _group(keys_SK, sizes, of_keys, pad_multiple, entries_per_key, counts=counts)
+    """Do what ``index.group_slots`` does. Cost: two launches; with ``entries_per_key``, a copy from pinned memory."""
+    sizes, of_keys, shifts = (sum(counts), sum(round_up(count, pad_multiple) for count in counts)), None, None
+    if entries_per_key > 1:
+        padded = [round_up(count, pad_multiple) for count in counts]
+        before = accumulate((each - count for each, count in zip(padded[:-1], counts, strict=False)), initial=0)
+        *of_keys, shifts = to_device([*counts, *padded, *before], keys_SK.device).view(3, len(counts)).unbind()
+    keys = (keys_SK, first, len(counts), entries_per_key)
+    return _group(keys, sizes, pad_multiple, counts=counts, of_keys=of_keys, shifts=shifts)
 
 
 def group_statically(
-    keys_SK: Tensor, num_keys: int, *, rows: int, buffer_rows: int, pad_multiple: int, weights_SK: Tensor | None
+    keys_SK: Tensor,
+    num_keys: int,
+    *,
+    rows: int,
+    buffer_rows: int,
+    pad_multiple: int,
+    weights_SK: Tensor | None,
+    first: int = 0,
 ) -> SlotIndex:
-    """Do what ``index.group_statically`` does. Cost: a sort, a scan, four launches; more to drop slots."""
+    """Do what ``index.group_statically`` does. Cost: two launches; more, and a sort, to drop slots."""
     wanted = None
     if weights_SK is not None:
-        kept_N, wanted = kept_keys(keys_SK, num_keys, weights_SK, rows)
-        keys_SK = kept_N.view(keys_SK.shape)
-    real_L = torch.zeros(num_keys, dtype=torch.int64, device=keys_SK.device)
-    of_keys = (real_L, *real_L.new_empty(3, num_keys).unbind())
-    index = _group(keys_SK, (keys_SK.numel(), buffer_rows), of_keys, pad_multiple, 1, counts=None)
+        kept_N, wanted = kept_keys(keys_SK - first, num_keys, weights_SK, rows)
+        keys_SK, first = kept_N.view(keys_SK.shape), 0
+    index = _group((keys_SK, first, num_keys, 1), (keys_SK.numel(), buffer_rows), pad_multiple)
     return index if wanted is None else replace(index, needed=wanted)
 
 
 def _group(
-    keys_SK: Tensor,
+    keys: tuple[Tensor, int, int, int],
     sizes: tuple[int, int],
-    of_keys: Sequence[Tensor],
     pad_multiple: int,
-    entries_per_key: int,
     *,
-    counts: Sequence[int] | None,
+    counts: Sequence[int] | None = None,
+    of_keys: Sequence[Tensor] | None = None,
+    shifts: Tensor | None = None,
 ) -> SlotIndex:
     """Make an index.
 
     Args:
-        keys_SK: As in ``group_slots``.
+        keys: The keys (S, K), the number that stands for key 0, L, and the entries of a key, as in ``group_slots``.
         sizes: N and R.
-        of_keys: int64 (L,) each: ``real_L``, ``padded_L``, the padding before each key, and where its real rows would
-            end. Without ``counts``, the first is 0 and the others may hold anything: kernels write them.
         pad_multiple: As in ``group_slots``.
-        entries_per_key: As in ``group_slots``.
         counts: As in ``group_slots``; None for an index of fixed size.
+        of_keys: ``real_L`` and ``padded_L`` of the index; None if kernels count them, which needs one entry for a key.
+        shifts: int64 (L,), the padding before each key, if ``of_keys`` is given.
     """
-    (num_rows, top_k), (real, grouped), num_slots = keys_SK.shape, sizes, keys_SK.numel()
-    real_L, padded_L, shifts_L, ends_L = of_keys
-    is_padded, fixed, num_keys = pad_multiple > 1, counts is None, len(real_L)
+    (keys_SK, first, num_keys, entries), (real, grouped), fixed = keys, sizes, counts is None
+    (num_rows, top_k), num_slots, is_padded = keys_SK.shape, keys_SK.numel(), pad_multiple > 1
+    if keys_SK.stride(1) != 1:
+        keys_SK = keys_SK.contiguous()
     new = partial(torch.empty, dtype=torch.int64, device=keys_SK.device)
-    source_R, byrow_N, cu_S, has_key = new(grouped), new(real), new(num_rows + 1), new(num_slots)
+    slot_N, source_R, byrow_N, cu_S = new(real), new(grouped), new(real), new(num_rows + 1)
     position_N, filled_R = new(real) if is_padded or fixed else None, new(grouped) if fixed else None
-    num_padding = num_keys * (pad_multiple - 1) if fixed else grouped - real
-    padding, needed = new(num_padding) if is_padded else None, new(()) if fixed else None
-    cleaned = torch.empty(num_slots, dtype=keys_SK.dtype, device=keys_SK.device)
+    padding = new(num_keys * (pad_multiple - 1) if fixed else grouped - real) if is_padded else None
+    needed, counted = new(()) if fixed else None, of_keys is None
+    real_L, padded_L = new(2, num_keys).unbind() if of_keys is None else of_keys
+    columns, num_blocks = triton.next_power_of_2(num_keys * entries + 1), max(1, triton.cdiv(num_slots, _BLOCK))
+    table = torch.empty(num_blocks, columns, dtype=torch.int32, device=keys_SK.device)
+    given = (num_slots, keys_SK.stride(0), top_k, first, num_keys * entries)
+    # A step compares each of its slots with each column.
+    shapes: Any = {"columns": columns, "step": min(256, max(16, 4096 // columns)), **_OPTIONS}
     with torch.cuda.device_of(keys_SK):
-        elements = max(num_slots, grouped, num_padding) if fixed else num_slots
-        if elements:
-            start_kernel[(triton.cdiv(elements, _BLOCK),)](
-                *(keys_SK.contiguous(), cleaned, has_key),
-                *((real_L, source_R, filled_R, position_N, byrow_N) if fixed else [None] * 5),
-                # A pointer that no mask lets through: without padding there is no such table.
-                *(padding if fixed and is_padded else has_key, num_slots, num_keys * entries_per_key),
-                *(grouped, num_padding),
-                fixed=fixed,
-                **_OPTIONS,
-            )
-        slot_N, seen = cleaned.sort(stable=True).indices[:real], has_key.cumsum(0)
-        if fixed:
-            block = triton.next_power_of_2(num_keys)
-            edges_kernel[(1,)](real_L, padded_L, shifts_L, ends_L, needed, num_keys, pad_multiple, block=block)
-        place_kernel[(triton.cdiv(max(real, num_rows + 1, num_keys * (pad_multiple - 1)), _BLOCK),)](
-            *(slot_N, cleaned, seen, real_L, shifts_L, ends_L, source_R, filled_R, position_N, byrow_N, cu_S),
-            *(padding, real, num_keys, entries_per_key, num_rows, top_k, pad_multiple),
+        count_kernel[(num_blocks,)](keys_SK, table, *given, **shapes)
+        place_kernel[(num_blocks + (triton.cdiv(num_keys, 8) if is_padded else 0),)](
+            *(keys_SK, table, shifts, slot_N, source_R, filled_R, position_N, byrow_N, cu_S, padding),
+            *((real_L, padded_L) if counted else (None, None)),
+            *(needed, *given, num_blocks, num_rows, grouped, entries, pad_multiple),
             is_padded=is_padded,
             fixed=fixed,
-            **_OPTIONS,
+            gaps=triton.next_power_of_2(pad_multiple),
+            **shapes,
         )
     return SlotIndex(
         num_rows=num_rows,
@@ -422,7 +528,7 @@ def _group(
 
 
 def merge_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]:
-    """Do what ``index.merge_slots`` does, and never ask. Cost: one launch, and two in the backward."""
+    """Do what ``index.merge_slots`` does, and never ask. Cost: one launch, and one in the backward."""
     if ids_TK.shape[1] == 1:
         return ids_TK, weights_TK
     merged: tuple[Tensor, Tensor] = _Merge.apply(ids_TK, weights_TK)  # type: ignore[no-untyped-call]
@@ -448,13 +554,48 @@ class _Merge(torch.autograd.Function):
                     enable_fp_fusion=False,
                 )
         ctx.mark_non_differentiable(merged_ids)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(firsts)
         return merged_ids, merged
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (firsts,) = ctx.saved_tensors
-        return None, grads[1].gather(1, firsts.clamp(min=0)).masked_fill(firsts < 0, 0)
+        (firsts,), grad = ctx.saved_tensors, grads[1]
+        if grad is None:
+            return None, None
+        out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+        if out.numel():
+            with torch.cuda.device_of(grad):
+                merge_backward_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
+                    grad.contiguous(), firsts, out, out.numel(), out.shape[1], **_OPTIONS
+                )
+        return None, out
+
+
+def to_grouped(index: SlotIndex, values_SK: Tensor) -> Tensor:
+    """Do what ``SlotIndex.to_grouped`` does. Cost: one launch."""
+    values_SK = values_SK if values_SK.stride(1) == 1 else values_SK.contiguous()
+    out = torch.empty(index.num_grouped, dtype=values_SK.dtype, device=values_SK.device)
+    num_slots, num_padding = len(index.slot_N), 0 if index.padding is None else len(index.padding)
+    if programs := triton.cdiv(max(num_slots, num_padding, index.num_grouped if index.fixed_size else 0), _BLOCK):
+        with torch.cuda.device_of(values_SK):
+            to_grouped_kernel[(programs,)](
+                *(values_SK, index.slot_N, index.position_N, index.padding, index.filled_R, out),
+                *(num_slots, index.num_grouped, num_padding, values_SK.stride(0), index.top_k),
+                **_OPTIONS,
+            )
+    return out
+
+
+def to_slots(index: SlotIndex, values_R: Tensor, out: Tensor) -> None:
+    """Write one value per grouped row to the slots, (S, K) with a stride. Slots without a key are not written."""
+    if len(index.slot_N):
+        with torch.cuda.device_of(out):
+            to_slots_kernel[(triton.cdiv(len(index.slot_N), _BLOCK),)](
+                *(values_R.contiguous(), index.slot_N, index.position_N, out, len(index.slot_N), index.num_grouped),
+                *(out.stride(0), index.top_k),
+                **_OPTIONS,
+            )
 
 
 def valid_ids(
@@ -489,7 +630,14 @@ def count_owners(
 
 
 def send_places(
-    ids_TK: Tensor, experts: int, size: int, *, first: int = 0, pair_rows: int | None = None
+    ids_TK: Tensor,
+    experts: int,
+    size: int,
+    *,
+    first: int = 0,
+    pair_rows: int | None = None,
+    counts: Tensor | None = None,
+    mark: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Give each pair of a row and a rank that owns one of its experts a place among the packets.
 
@@ -500,6 +648,9 @@ def send_places(
         first: Number of the first expert of the first rank. Experts before it, and behind those of the last rank, are
             ignored.
         pair_rows: Number of places for each rank, at least T; None for as many as its rows need.
+        counts: int64 (P, at least L + 1), contiguous, gets the slots of each expert and the rows of each rank added, in
+            its first columns. None if they are not wanted.
+        mark: int64 (). 2**40 times this is added to the rows of each rank. None for 0.
 
     Returns:
         ``source_B``, ``member_B`` and ``cu_T`` of a ``Leg``; with ``pair_rows`` also the most rows of a rank, int64 (),
@@ -517,10 +668,12 @@ def send_places(
     member_B, cu_T = new(num_rows * (size if fixed else min(size, top_k))), new(num_rows + 1)
     busiest, slots_P = (new(()), new(size)) if fixed else (None, None)
     shapes: Any = {"targets": targets, "block": block, "num_warps": 4, "enable_fp_fusion": False}
+    if ids_TK.stride(1) != 1:
+        ids_TK = ids_TK.contiguous()
     given = (num_rows, ids_TK.stride(0), top_k, first, experts, size)
-    assert ids_TK.stride(1) == 1 or top_k == 1
+    width = 0 if counts is None else counts.shape[1]
     with torch.cuda.device_of(ids_TK):
-        pairs_kernel[(num_blocks,)](ids_TK, pairs, slots, *given, **shapes)
+        pairs_kernel[(num_blocks,)](ids_TK, pairs, slots, counts, mark, *given, width, **shapes)
         places_kernel[(num_blocks,)](
             *(ids_TK, pairs, slots, source_B, member_B, cu_T, busiest, slots_P, *given, num_blocks, pair_rows or 0),
             fixed=fixed,

@@ -265,6 +265,47 @@ def test_machine_code_is_what_the_docstrings_say(width: int, kernels: dict[str, 
             assert "mul.f32" not in ptx
 
 
+def narrow_accesses(dtype: torch.dtype, stride: int, kernels: dict[str, tuple[Any, Recorder]]) -> list[str]:
+    """Return the accesses of less than 16 bytes at once to rows in packets of ``stride`` bytes, with their kernels."""
+    permutation, index, row = TritonPermutation(), EXAMPLE.index, row_format(dtype, 4096)
+    packets = torch.zeros(4, stride, dtype=torch.uint8)
+    rows_SD, in_packets = torch.zeros(4, 4096, dtype=dtype), packets[:, : row.nbytes].view(dtype)
+    rows_RD, weights_R = torch.zeros(index.num_grouped, 4096, dtype=dtype), torch.ones(index.num_grouped)
+    edges = torch.arange(5)
+    row.scatter(permutation, rows_SD, (edges[:4], edges[:4], edges), packets[:, : row.nbytes])
+    permutation.scatter(packets, edges[:4], edges[:4], edges, packets.clone())
+    permutation.expand(in_packets, index, dtype)
+    permutation.reduce(rows_RD, index, None, in_packets)
+    permutation.sum_bags(in_packets, edges[:4], edges, None, rows_SD)
+    permutation.expand_weighted(in_packets, index, weights_R, rows_RD, dtype)
+    found = []
+    for name, (kernel, recorder) in kernels.items():
+        for launch in recorder.launches:
+            ptx = compiled(kernel, launch, 90).asm["ptx"]
+            # Tables and weights are read number by number, of 32 and 64 bits, so that only 16-byte forms count here.
+            wide = {kind for kind in ("ld", "st") if re.search(rf"{kind}\.global[.\w:]*\.(v4\.b32|v2\.b64)", ptx)}
+            found += [f"{name} {kind}" for kind in ("ld", "st") if kind not in wide]
+            found += [f"{name} {each}" for each in re.findall(r"(?:ld|st)\.global[.\w:]*?(?<!v4|v8)\.[bu]16", ptx)]
+        recorder.launches.clear()
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("top_k", [1, 2, 3, 6, 8, 10])
+def test_rows_in_packets_are_accessed_in_16_bytes(top_k: int, kernels: dict[str, tuple[Any, Recorder]]) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for ids, note in ((torch.int16, False), (torch.int16, True), (None, False)):
+            form = packet_format(row_format(dtype, 4096), top_k, torch.float32, ids, note=note)
+            assert narrow_accesses(dtype, form.stride, kernels) == []
+
+
+@needs_compiler
+def test_rows_in_packets_of_another_stride_are_accessed_narrowly(kernels: dict[str, tuple[Any, Recorder]]) -> None:
+    """The stride that 6 slots had when packets were rounded to 4 bytes."""
+    found = narrow_accesses(torch.bfloat16, 2 * 4096 + 6 * 6, kernels)
+    assert {each.split()[0] for each in found} == {"scatter_kernel", "scatter_weighted_kernel", "sum_bags_kernel"}
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int] | None], None]:
     """Pretend that torch sees a device of some compute capability, or none."""

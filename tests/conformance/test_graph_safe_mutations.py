@@ -37,8 +37,10 @@ def _indexing(patch: Patch, change: Callable[[SlotIndex], dict[str, Any]]) -> No
 
 
 def slack_of_outputs_read(patch: Patch) -> None:
-    def reading(reduce: Any, permutation: Any, rows_RD: Tensor, index: Any, weights_R: Any, out: Tensor) -> None:
-        reduce(permutation, rows_RD, index, weights_R, out)
+    def reading(
+        reduce: Any, permutation: Any, rows_RD: Tensor, index: Any, weights_R: Any, out: Tensor, *values: Any
+    ) -> None:
+        reduce(permutation, rows_RD, index, weights_R, out, *values)
         if weights_R is not None:  # combine, not the gradients that dispatch receives
             out.add_(0 * rows_RD[-1])
 

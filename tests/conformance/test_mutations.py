@@ -92,7 +92,7 @@ def arriving(patch: Patch, change: Callable[[Arrived], dict[str, Any]]) -> None:
 def outputs_of_padding_read(patch: Patch) -> None:
     def reading(reduce: Any, permutation: Any, rows_RD: Tensor, *args: Any) -> None:
         reduce(permutation, rows_RD, *args)
-        args[-1].add_(0 * rows_RD.sum())
+        args[2].add_(0 * rows_RD.sum())
 
     around(patch, "reduce", reading, TorchPermutation)
 

@@ -132,7 +132,7 @@ def test_formulas_of_kernels_count_what_the_interpreter_touches(width: int) -> N
         dots, of_partners = (None, (0, 0)) if partners is None else (torch.empty(4), partners.stride())
         arguments = (rows, source >= 0, weights, partners, out, dots, width, *strides, *of_partners, out.stride(0))
         touched("weigh_kernel", *arguments, grid=(4,), clears=clears, **float32)
-    members, edges = torch.tensor([4, 0, 2]), torch.tensor([0, 2, 2, 3])
+    members, edges, cleared = torch.tensor([4, 0, 2]), torch.tensor([0, 2, 2, 3]), torch.ones(3, 4)[:, :3]
     for padding in (None, torch.tensor([3, 4])):
         places, grouped = members.clamp(max=2), out.contiguous()
         arguments = (rows[:3], places, edges, padding, grouped, 3, 4, width, *strides, *grouped.stride())
@@ -142,9 +142,10 @@ def test_formulas_of_kernels_count_what_the_interpreter_touches(width: int) -> N
             arguments = (rows[:3], places, edges, padding, weights, partners, grouped, dots, 3, 4, width)
             arguments = (*arguments, *strides, *of_partners, grouped.stride(0))
             touched("scatter_weighted_kernel", *arguments, grid=(3 + (padding is not None) * 2,), most=2, **float32)
-    for given in (None, torch.ones(3)):
-        arguments = (rows, members, edges, given, out[:3], width, *strides, *out.stride())
-        touched("sum_bags_kernel", *arguments, grid=(3, blocks), **float32)
+    for given, of_rows, zeros in ((None, False, None), (torch.ones(3), False, None), (torch.ones(5), True, cleared)):
+        arguments = (rows, members, edges, given, out[:3], zeros, width, *strides, *out.stride(), 4, 3)
+        options = {"of_rows": of_rows, "cleared_block": 4, **float32}
+        touched("sum_bags_kernel", *arguments, grid=(3, blocks), **options)
 
 
 @pytest.mark.parametrize("powers", [False, True])

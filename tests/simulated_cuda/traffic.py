@@ -275,7 +275,8 @@ def sum_bags_bytes(given: Any) -> tuple[int, int]:
     count, width = given.out.shape
     members, blocks = int(given.edges[-1] - given.edges[0]), -(-width // given.block)
     tables = 16 * count + members * (8 + (0 if given.weights is None else given.weights.element_size()))
-    return tables * blocks + members * width * given.rows.element_size(), count * width * given.out.element_size()
+    written = count * width * given.out.element_size() + (0 if given.cleared is None else given.cleared.nbytes)
+    return tables * blocks + members * width * given.rows.element_size(), written
 
 
 def quantise_bytes(given: Any) -> tuple[int, int]:

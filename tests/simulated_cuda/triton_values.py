@@ -201,8 +201,11 @@ def _sum_bags(given: Any) -> None:
         bags = (lengths > step).nonzero().view(-1)
         at = begins[bags] + step
         terms = rows[given.members[at]].to(dtype)
-        total[bags] += terms if given.weights is None else terms * given.weights[at].to(dtype).unsqueeze(1)
+        weighed = given.members[at] if given.of_rows else at
+        total[bags] += terms if given.weights is None else terms * given.weights[weighed].to(dtype).unsqueeze(1)
     _store(given.out, total)
+    if given.cleared is not None:
+        given.cleared.zero_()
 
 
 def _places(given: Any, count: int) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,7 @@ class Leg:
         # row.
         permutation.sum_bags(received.view(form.row.numbers), self.member_B, self.cu_T, None, out)
         if values is not None:
-            permutation.sum_bags(form.weights(received).contiguous(), self.member_B, self.cu_T, None, values)
+            permutation.sum_bags(form.weights(received), self.member_B, self.cu_T, None, values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -216,18 +216,24 @@ class AllToAll(Backend):
         context, width, experts = self.context, self.width, self.num_experts
         comm, size = context.communicator, context.shape.ep_size
         permutation = context.permutations[type(ids_TK), ids_TK.device.type]
-        owner_TK, counts = permutation.count_owners(ids_TK, experts, width, (1 + 2 * size) * width, graph_safe=False)
-        _, to_ranks, from_ranks = counts.view(-1, width).split_with_sizes([1, size, size])
-        members = self.members(owner_TK, to_ranks)
-        if mark is not None:  # -1 makes the number of rows negative
-            to_ranks.select(1, experts).add_(mark, alpha=MARK)
+        send_places, length = permutation.send_places, (1 + 2 * size) * width
+        places = packets = in_order = None
+        if send_places is None or self.targets[1] < size:
+            owner_TK, counts = permutation.count_owners(ids_TK, experts, width, length, graph_safe=False)
+            _, to_ranks, from_ranks = counts.view(-1, width).split_with_sizes([1, size, size])
+            members = self.members(owner_TK, to_ranks)
+            if mark is not None:  # -1 makes the number of rows negative
+                to_ranks.select(1, experts).add_(mark, alpha=MARK)
+        else:
+            counts = ids_TK.new_zeros(length)
+            _, to_ranks, from_ranks = counts.view(-1, width).split_with_sizes([1, size, size])
+            places = send_places(ids_TK, experts, size, counts=to_ranks, mark=mark)
         work = comm.all_to_all(from_ranks, to_ranks, [1] * size, [1] * size, label="counts")
-        form, send_places = dispatch_format(context.shape, rows_TD.dtype, weights_TK.dtype), permutation.send_places
+        form = dispatch_format(context.shape, rows_TD.dtype, weights_TK.dtype)
         if sizes.columns is not None:
             form = sizes.columns.added_to(form)
-        packets = in_order = places = None
         if send_places is not None:
-            places = send_places(ids_TK, *self.targets)
+            places = places or send_places(ids_TK, *self.targets)
         else:
             packets = form.pack(rows_TD, weights_TK, ids_TK)
             if packets.is_cpu:  # order the rows while the counts travel; a GPU learns their number with the counts
@@ -273,9 +279,10 @@ class AllToAll(Backend):
         context, experts = self.context, self.num_experts
         permutation = context.permutations[type(ids_SK), ids_SK.device.type]
         index = permutation.group_slots(
-            ids_SK - self.first_expert,  # below 0 or above L-1 for experts of other ranks
+            ids_SK,
             started.host[:experts],
             context.shape.pad_multiple,
+            first=self.first_expert,
             real_L=started.counts[:experts],
         )
         return AllToAllRoute(context=context, legs=(started.leg,), index=index)
@@ -377,9 +384,8 @@ def reduced_packets(
     form = packet_format(row, index.top_k, None if values_R is None else values_R.dtype)
     packets = context.workspace.lend(index.num_rows, form.stride, device=rows_RD.device)
     permutation = context.permutations[type(index.source_R), rows_RD.device.type]
-    permutation.reduce(rows_RD, index, weights_R, packets.view(row.numbers)[:, : row.hidden])
-    if values_R is not None:
-        form.weights(packets).copy_(index.to_slots(values_R))
+    values = None if values_R is None else (values_R, form.weights(packets))
+    permutation.reduce(rows_RD, index, weights_R, packets.view(row.numbers)[:, : row.hidden], values)
     return form, packets
 
 

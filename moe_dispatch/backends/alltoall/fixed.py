@@ -67,7 +67,7 @@ class FixedAllToAll(Backend):
         work.wait()
         rows_SD, weights_SK, ids_SK = form.unpack(received)
         first_expert = context.communicator.rank * context.shape.num_local_experts
-        index = context.group(ids_SK - first_expert, weights_SK, capacity)
+        index = context.group(ids_SK, weights_SK, capacity, first=first_expert)
         return arrive(
             AllToAllRoute(context=context, legs=(leg,), index=index),
             rows_SD,
