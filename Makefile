@@ -146,7 +146,7 @@ simgpu: $(SIMGPU_LIBRARIES) ## the kit, capture and the budgets of launches and 
 	$(SIMGPU_PY) -m pytest -p tests.simulated_cuda.plugin --numprocesses auto tests/gpu/test_all_gpus.py tests/simulated_cuda \
 	    tests/gpu/test_graphs.py tests/gpu/test_permutation.py $(ARGS)
 
-gpu: ## what needs a GPU, in 25 minutes, with the torch of PYTHON and no network; the report is out/gpu/report.md
+gpu: ## what needs a GPU, in 45 minutes, without a network; OUT=DIR of the report, SOURCES=DIR of deep_ep to build
 	$(PYTHON) -c 'import pydantic, pytest' 2>/dev/null || $(PYTHON) -m pip install --quiet --no-index --no-deps --target out/gpu/packages \
 	    out/gpu/wheels/*.whl
 	PYTHONPATH=out/gpu/packages $(PYTHON) -m tests.gpu.first_hour $(ARGS)

@@ -1,4 +1,4 @@
-"""The step of ``make gpu`` for deep_ep fits its time limit: its compilations, counted on the emulation."""
+"""The steps of ``make gpu`` for deep_ep fit their time limit: their compilations, counted on the emulation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from moe_dispatch.backends.deep_ep import library
 from moe_dispatch_testing.case import BackendSpec, case_config, poisoned_memory, run_rank
 from moe_dispatch_testing.emulation import emulated_deep_ep
 from moe_dispatch_testing.kit import backend_cases
-from tests.gpu.first_hour.steps import STEPS
+from tests.gpu.first_hour.steps import VENDOR_SECONDS, VENDOR_SIZES, steps
 from tests.gpu.vendor_cases import SECONDS_PER_KERNEL, vendor_cases
 
-LIMIT = next(step.seconds for step in STEPS if step.name == "deep-ep")
 RUNNING = 100  # seconds for the rest: on two CPU cores, the emulation takes half of that
 
 
@@ -36,7 +35,13 @@ def compilations(backend: BackendSpec, release: str) -> int:
 )
 def test_the_step_for_deep_ep_has_time_to_compile(name: str, release: str) -> None:
     count = compilations({"name": name, "emulate": release}, release)
-    assert 0 < count * SECONDS_PER_KERNEL <= LIMIT - RUNNING
+    assert 0 < count * SECONDS_PER_KERNEL <= VENDOR_SECONDS - RUNNING
+
+
+def test_each_group_size_has_a_step_and_the_largest_comes_first() -> None:
+    found = [step.tests[-1] for step in steps() if step.name.startswith("deep_ep-")]
+    assert found == [f"{size}_gpus" for size in VENDOR_SIZES]
+    assert found[0] == f"{max(VENDOR_SIZES)}_gpus"
 
 
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])

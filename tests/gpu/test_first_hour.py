@@ -1,6 +1,7 @@
 """``make gpu`` itself, on the CPU: steps run, the report is written, and a bad step does not take the next one down.
 
-``python -m tests.gpu.first_hour --device simulated`` runs the steps on simulated CUDA.
+``python -m tests.gpu.first_hour --device simulated`` runs the steps on simulated CUDA, and
+``tests/simulated_cuda/test_first_hour.py`` reads the report of a dry run there.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import Any
 import pytest
 
 from tests.gpu.first_hour import __main__ as first_hour
-from tests.gpu.first_hour.steps import STEPS, Device
+from tests.gpu.first_hour.steps import Device, steps
 
 
 class Scripted:
     """A step that runs a program of the test."""
 
-    seconds, tests, shows = 60, (), "nothing"
+    tests, shows, source, library = (), "nothing", "", ""
 
     def __init__(self, name: str, program: str, seconds: int = 60) -> None:
         self.name, self.program, self.seconds = name, program, seconds
 
-    def command(self, device: Device) -> list[str]:
+    def command(self, device: Device, out: Path, *, dry: bool) -> list[str]:
         return [sys.executable, "-I", "-S", "-c", self.program]
 
 
@@ -38,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Run steps of a test on the CPU. Return the report, and the status with which ``make gpu`` ends."""
 
     def started(*arguments: str, steps: list[Any]) -> dict[str, Any]:
-        monkeypatch.setattr(first_hour, "STEPS", steps)
+        monkeypatch.setattr(first_hour, "steps", lambda sources: steps)
         monkeypatch.setattr(sys, "argv", ["first_hour", "--device", "cpu", "--out", str(tmp_path), *arguments])
         status = first_hour.main()
         return {**json.loads((tmp_path / "report.json").read_text()), "status": status}
@@ -48,15 +49,16 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
 @pytest.mark.slow
 def test_steps_run_on_the_cpu(run: Run, tmp_path: Path) -> None:
-    steps = [step for step in STEPS if step.name in ("kernels", "graphs", "host-syncs")]
-    report = run(steps=steps)
+    report = run(steps=[step for step in steps() if step.name in ("kernels", "trace", "graphs", "host-syncs")])
     assert report["status"] == 0
     assert {name: step["status"] for name, step in report["steps"].items()} == {
         "kernels": "passed",
+        "trace": "passed",
         "graphs": "skipped",
         "host-syncs": "passed",
     }
     assert report["steps"]["host-syncs"]["values"]["alltoall eager"] == "dispatch 0, combine 0, backward 0"
+    assert (tmp_path / report["steps"]["trace"]["values"]["file"]).stat().st_size > 1000
     page = (tmp_path / "report.md").read_text()
     assert "of the copy" in page
 
@@ -80,6 +82,24 @@ def test_a_bad_step_does_not_take_the_next_one_down(run: Run, tmp_path: Path) ->
     assert found["works"]["values"] == {"speed": 7}
     time.sleep(max(0.0, begin + 1.8 - time.monotonic()))
     assert not late.exists()  # what the step started was ended too
+
+
+@pytest.mark.slow
+def test_libraries_are_built_and_a_failing_build_is_a_row(run: Run, tmp_path: Path) -> None:
+    """A dry run only collects the tests of a library, with its build in the path."""
+    sources, setup = tmp_path / "sources", "from setuptools import setup; setup(name='it', py_modules=['deep_ep'])"
+    for name, program in (("bad", "raise SystemExit('no compiler')"), ("good", setup)):
+        (sources / name).mkdir(parents=True)
+        (sources / name / "setup.py").write_text(program)
+    (sources / "good" / "deep_ep.py").write_text("")
+    asked = "build-bad", "build-good", "bad-1", "good-1"
+    found = run("--dry", steps=[step for step in steps(sources) if step.name in asked])["steps"]
+    assert [*found] == [*asked]
+    assert [each["status"] for each in found.values()] == ["failed", "passed", "skipped", "collected"]
+    assert "no compiler" in found["build-bad"]["output"]
+    assert found["bad-1"]["reason"] == "bad was not built"
+    assert (tmp_path / "built" / "good" / "deep_ep.py").exists()
+    assert found["good-1"]["closing"].startswith("3/12 tests collected")
 
 
 def test_a_cut_run_goes_on(run: Run, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def run_suite(rank: int, name: str, ep_size: int) -> int:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ep_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("ep_size", [8, 4, 2, 1], ids=lambda size: f"{size}_gpus")
 @pytest.mark.parametrize("name", NAMES)
 def test_conforms_on_gpus(name: str, ep_size: int) -> None:
     usable_or_skip(name, ep_size)

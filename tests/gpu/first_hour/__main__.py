@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.first_hour.steps import STEPS, Step
+from tests.gpu.first_hour.steps import Step, steps
 
 ROOT = Path(__file__).parents[3]
 MISSING = (
@@ -31,19 +31,30 @@ def main() -> int:
     """Run the steps. Return 1 if one failed or ran out of time."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.first_hour", description=__doc__)
     parser.add_argument("--device", choices=["cuda", "simulated", "cpu"], default="cuda")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu", help="folder of the report")
-    parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="run these steps alone")
+    out, sources = os.environ.get("OUT") or ROOT / "out" / "gpu", os.environ.get("SOURCES") or None
+    parser.add_argument("--out", type=Path, default=out, help="folder of the report")
+    parser.add_argument("--sources", type=Path, default=sources, help="folder with sources of libraries to build")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="run these steps alone")
     parser.add_argument("--again", action="store_true", help="run steps again that the report has")
-    parser.add_argument("--minutes", type=float, default=25, help="time for all steps of this run")
+    parser.add_argument("--dry", action="store_true", help="collect the tests of a step, but run none")
+    parser.add_argument("--minutes", type=float, default=45, help="time for all steps of this run")
     chosen = parser.parse_args()
+    chosen.out = chosen.out.absolute()
     chosen.out.mkdir(parents=True, exist_ok=True)
+    known = steps(chosen.sources and chosen.sources.absolute())
+    if unknown := {*(chosen.only or ())} - {step.name for step in known}:
+        parser.error(f"--only: no step {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in known)}")
     report = _begin(chosen.out / "report.json", chosen.device)
     end = time.monotonic() + 60 * chosen.minutes
-    for step in STEPS:
-        done = report["steps"].get(step.name, {}).get("status") not in (None, "not run")
+    for step in known:
+        done = report["steps"].get(step.name, {}).get("status") not in (None, "not run", "collected")
         if (chosen.only and step.name not in chosen.only) or (done and not chosen.again):
             continue
-        entry = _run(step, chosen.device, chosen.out, end - time.monotonic())
+        broken = report["steps"].get(f"build-{step.library}", {}).get("status", "passed") != "passed"
+        if broken and not step.source:
+            entry = {"status": "skipped", "reason": f"{step.library} was not built"}
+        else:
+            entry = _run(step, chosen.device, chosen.out, end - time.monotonic(), dry=chosen.dry)
         report["steps"][step.name] = {"shows": step.shows, **entry}
         _write(report, chosen.out)
         print(f"{step.name}: {_summary(report['steps'][step.name])}", flush=True)
@@ -67,17 +78,20 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def _run(step: Step, device: Any, out: Path, left: float) -> dict[str, Any]:
+def _run(step: Step, device: Any, out: Path, left: float, *, dry: bool) -> dict[str, Any]:
     """Run one step. Return its entry of the report."""
     limit = min(step.seconds * (_PATIENCE if device == "simulated" else 1), left)
     if limit < 1:
         return {"status": "not run", "reason": "no time was left"}
     begin, log = time.monotonic(), out / f"{step.name}.log"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    if step.library:
+        paths.insert(0, str(out / "built" / step.library))
+    environment = {"TORCH_CUDA_ARCH_LIST": "9.0", **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OUT": str(out)}
     with log.open("w") as output:
         process = subprocess.Popen(
-            step.command(device),
-            cwd=ROOT,
+            step.command(device, out, dry=dry),
+            cwd=step.source or ROOT,
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -95,10 +109,15 @@ def _run(step: Step, device: Any, out: Path, left: float) -> dict[str, Any]:
         return {**entry, "status": "timed out", "output": text[-_TAIL:]}
     if code:
         return {**entry, "status": "failed", "exit": code, "output": text[-_TAIL:]}
+    if step.source:
+        return {**entry, "status": "passed"}
     if step.tests:
         closing = _closing_line(text)
-        return {**entry, "status": "passed" if " passed" in closing else "skipped", "closing": closing}
-    return {**entry, "status": "passed", "values": json.loads(text.splitlines()[-1])}
+        status = next((status for status in ("passed", "collected") if f" {status}" in closing), "skipped")
+        return {**entry, "status": status, "closing": closing}
+    # Libraries may warn when the process ends.
+    values = next(line for line in reversed(text.splitlines()) if line.startswith("{"))
+    return {**entry, "status": "passed", "values": json.loads(values)}
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -110,7 +129,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def _closing_line(text: str) -> str:
     """Return the last line of pytest that counts tests."""
-    found = re.findall(r"^=*\s*(\d+ (?:passed|skipped|failed|deselected|error).*?)\s*=*$", text, re.MULTILINE)
+    found = re.findall(
+        r"^=*\s*([\d/]+ (?:passed|skipped|failed|deselected|error|tests? collected).*?)\s*=*$", text, re.MULTILINE
+    )
     return found[-1] if found else "no tests ran"
 
 

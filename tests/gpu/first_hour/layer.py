@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -41,14 +41,24 @@ class Layer:
         device: "cuda" or "cpu".
         small: Whether the sizes are for a try without a GPU.
         group: Ranks that share the experts; None for the default group, or for no group with "local".
+        rows: Number of rows; None for 8192, or 64 if small.
+        matrices: Whether to make experts. Without them there is no ``step``.
         fields: Fields of the config.
     """
 
     def __init__(
-        self, backend: str, device: str, *, small: bool, group: dist.ProcessGroup | None = None, **fields: Any
+        self,
+        backend: str,
+        device: str,
+        *,
+        small: bool,
+        group: dist.ProcessGroup | None = None,
+        rows: int | None = None,
+        matrices: bool = True,
+        **fields: Any,
     ) -> None:
-        self.rows, self.width, self.experts, self.top_k = (64, 64, 8, 2) if small else (8192, 4096, 64, 8)
-        self.device = device
+        most, self.width, self.experts, self.top_k = (64, 64, 8, 2) if small else (8192, 4096, 64, 8)
+        self.rows, self.device = rows or most, device
         sizes: dict[str, Any] = {"num_experts": self.experts, "top_k": self.top_k, "hidden_size": self.width}
         if fields.get("graph_safe"):
             sizes["max_tokens_per_rank"] = self.rows
@@ -56,10 +66,12 @@ class Layer:
         if group is None and backend != "local":
             group = dist.group.WORLD
         self.dispatcher: Dispatcher = build_dispatcher(config, group)
+        if not matrices:
+            return
         generator = torch.Generator(device).manual_seed(0 if group is None else group.rank())
-        own = self.experts // (1 if group is None else group.size())
-        matrices = torch.randn(own, self.width, self.width, generator=generator, device=device)
-        self.matrices = (matrices * self.width**-0.5).bfloat16().requires_grad_()
+        shape = self.experts // (1 if group is None else group.size()), self.width, self.width
+        drawn = torch.randn(shape, generator=generator, device=device)
+        self.matrices = (drawn * self.width**-0.5).bfloat16().requires_grad_()
 
     def inputs(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows, ids and weights."""
@@ -243,8 +255,8 @@ def _milliseconds(device: str, action: Callable[[], object]) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-def main(name: str, device: str, scale: str) -> None:
-    """Run one measurement in a group of one rank: NCCL on a GPU, gloo on the CPU."""
+def run_measurement(functions: Mapping[str, Any], name: str, device: str, scale: str) -> None:
+    """Run one of the functions in a group of one rank, NCCL on a GPU and gloo on the CPU, and print what it returns."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
@@ -253,10 +265,10 @@ def main(name: str, device: str, scale: str) -> None:
             world_size=1,
             timeout=datetime.timedelta(minutes=2),
         )
-        values = globals()[name.replace("-", "_")](device, small=scale == "small")
+        values = functions[name.replace("-", "_")](device, small=scale == "small")
         dist.destroy_process_group()
     print(json.dumps(values), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_measurement(globals(), *sys.argv[1:])
