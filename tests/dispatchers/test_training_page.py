@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_dispatch import BSHD, DispatcherConfig
+from moe_dispatch import BSHD, DispatcherConfig, Routing
 from moe_dispatch_testing import run_processes
 from tests.pages import relative, run_page
 
@@ -147,6 +147,35 @@ def differences(rank: int, copies: int, ep_size: int, under: Callable[..., Any])
     finish()
     sum(dense(tokens(other), weights).square().mean() / RANKS for other in range(RANKS)).backward()  # type: ignore[union-attr]
     return far(model, mesh, weights)
+
+
+def router_inside(rank: int, under: Callable[..., Any], frozen: bool) -> tuple[dict[str, float], list[str]]:
+    """How far gradients of a layer that holds its router are from those of the page's block; and who gets none."""
+
+    class Inside(page().Experts):  # type: ignore[misc]
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+
+        def forward(self, x: Tensor, layout: Any = None) -> Tensor:
+            weights, ids = self.router(x).softmax(-1, dtype=torch.float32).topk(TOP_K)
+            y: Tensor = x + super().forward(x, Routing(ids, weights), layout)
+            return y
+
+    torch.manual_seed(rank)
+    mesh = page().make_mesh("cpu", 2, 2)
+    block, layer = (make(CONFIG, mesh["ep"].get_group(), INNER) for make in (page().Block, Inside))
+    own = {"router.weight": block.router.weight, "up": block.experts.up, "down": block.experts.down}
+    layer.load_state_dict(own)
+    for experts in (layer, block.experts) if frozen else ():
+        experts.up.requires_grad_(False)
+    for model in map(nn.Sequential, (block, layer)):
+        wrapped, finish = under(model, mesh)
+        wrapped(tokens(rank)).square().mean().backward()
+        finish()
+    got, want = ({name.replace("experts.", ""): p.grad for name, p in of.named_parameters()} for of in (layer, block))
+    far = {name: relative(whole(grad), whole(want[name])) for name, grad in got.items() if grad is not None}
+    return far, [name for name, grad in got.items() if grad is None]
 
 
 def with_all_parameters(rank: int) -> tuple[bool, list[str]]:
@@ -418,6 +447,11 @@ def what_the_library_does(rank: int, folder: str) -> dict[str, Any]:
         "ddp": differences(rank, 2, 2, under_ddp),
         "ddp over experts": with_all_parameters(rank),
         "copies only": copies_only(rank),
+        **{
+            f"inside, {way}, {'frozen' if frozen else 'trained'}": router_inside(rank, under, frozen)
+            for way, under in (("ddp", under_ddp), ("fsdp", under_fsdp))
+            for frozen in (False, True)
+        },
     }
 
 
@@ -457,6 +491,16 @@ def all_close(found: Found, name: str, number: int) -> None:
 
 def test_gradients_are_those_of_one_rank_with_all_experts(results: Found) -> None:
     all_close(results, "ddp", 3 * LAYERS + 4)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_router_inside_a_dispatcher_is_no_expert_and_frozen_experts_stay_frozen(results: Found, way: str) -> None:
+    for rank, found in enumerate(results):
+        for kind, without in (("trained", []), ("frozen", ["up"])):
+            far, frozen = found[f"inside, {way}, {kind}"]
+            assert frozen == without, f"rank {rank}, {kind}"
+            assert len(far) == 3 - len(without)
+            assert max(far.values()) <= 1e-5, f"rank {rank}, {kind}: {far}"
 
 
 @pytest.mark.slow
