@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 class Interceptor(Protocol):
     """Takes the eager calls of a thread, and may make them itself."""
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a dispatch may take the route of an earlier one. It then tells all ranks a problem of columns."""
+
     def dispatch(
         self, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
     ) -> Dispatched | InFlight:

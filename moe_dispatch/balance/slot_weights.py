@@ -82,7 +82,7 @@ class SlotWeights:
             experts: Called as ``experts(part, *weights)``, and returns an output (R, H) for the rows of ``part``, a
                 ``Dispatched`` with some of the slots of ``sent``. ``weights`` has for each of ``stacked`` a tensor with
                 the weights of these slots. With ``balance="exact"`` in eager mode it is called for this rank's own
-                experts, with ``stacked`` itself, and if there are copies a second time for them.
+                experts, with views of ``stacked``, and if there are copies a second time for them.
                 After the call ``weights`` have no memory: do not keep them. A loss that is computed inside must have
                 its backward with or after that of the outputs, because only this one brings the weights back.
             *stacked: Parameters of this rank's own experts: (M, ...), all with the same dtype and device. Every rank
@@ -257,12 +257,14 @@ def _split(moves: Moves) -> tuple[slice, slice]:
 def _part(landed: Dispatched, some: slice, rows: Tensor, weights: Tensor, begin: int = 0) -> Dispatched:
     """Return a dispatch with some of its slots only, whose rows start at ``begin``."""
     quantised, tokens_per_expert = landed.quantised, landed.tokens_per_expert[some]
+    its_rows, carried = slice(begin, begin + len(rows)), landed.carried
     if quantised is not None:
-        quantised = quantised.part(slice(begin, begin + len(rows)), tokens_per_expert)
+        quantised = quantised.part(its_rows, tokens_per_expert)
     return dataclasses.replace(
         landed,
         rows=rows,
         quantised=quantised,
+        carried=None if carried is None else {name: values[its_rows] for name, values in carried.items()},
         weights=weights,
         tokens_per_expert=tokens_per_expert,
         real_tokens_per_expert=landed.real_tokens_per_expert[some],

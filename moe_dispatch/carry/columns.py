@@ -47,19 +47,18 @@ def dispatch_with(
     channel = dispatcher._lease.enter_unless_traced()
     if channel is None:
         refuse_traced(
-            "Dispatcher.dispatch: carry does not work in a compiled region. Wrap both verbs in torch.compiler.disable."
+            "Dispatcher.dispatch: carry works neither in a compiled region nor under a policy of selective "
+            "checkpointing. Wrap both verbs in torch.compiler.disable, or leave the policy out."
         )
-    try:
-        if again is not None:
-            raise InputError(
-                "Dispatcher.dispatch: again=sent brings what its dispatch carried, as carried. Leave carry out."
-            )
-        columns = CarriedColumns(dispatcher._lease, x, carry)
-    except Exception as error:
-        if again is None:
-            tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=isinstance(plan, Plan))
+    if again is not None:
+        error = InputError(
+            "Dispatcher.dispatch: again=sent brings what its dispatch carried, as carried. Leave carry out."
+        )
         dispatcher._name_in(error)
-        raise
+        raise error
+    columns = CarriedColumns(dispatcher._lease, x, carry)
+    if of_thread.interceptor is None or not of_thread.interceptor.repeats:
+        columns.check(dispatcher, x, plan)
     of_thread.columns = columns
     try:
         return dispatcher.dispatch(x, routing, plan, async_op=async_op)
@@ -76,12 +75,36 @@ class CarriedColumns:
         x: The hidden states of the dispatch.
         carry: One integer for each token of ``x``, by name.
 
-    Raises:
-        InputError: A tensor does not fit ``x``, or the backend delivers rows in no fixed order.
+    Attributes:
+        dtypes: The dtype of what is carried, by name.
+        problem: InputError if a tensor does not fit ``x``, or the backend delivers rows in no fixed order; else None.
     """
 
     def __init__(self, lease: Lease, x: Tensor, carry: Mapping[str, Tensor]) -> None:
-        self._channel = channel = lease.shared
+        self._channel = lease.shared
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.problem: Exception | None = None
+        try:
+            self._refuse_wrong(lease, x, carry)
+            # In an order of its own, because dicts of two ranks may have different ones.
+            self._carry = dict(sorted(carry.items()))
+            self.dtypes = {name: values.dtype for name, values in self._carry.items()}
+        except Exception as error:
+            self.problem = error
+        self._row: RowWithColumns | None = None
+        self._everyone: Everyone | None = None
+        self._columns_TC = torch.empty(0, dtype=torch.uint8)
+
+    def check(self, dispatcher: Dispatcher, x: Tensor, plan: Plan | Layout | None) -> None:
+        """Raise the problem, if there is one, and tell the peers of a new dispatch."""
+        if self.problem is not None:
+            tell_peers(self._channel, self.problem, in_dispatch=True, x=x, has_sizes=isinstance(plan, Plan))
+            dispatcher._name_in(self.problem)
+            raise self.problem
+
+    @staticmethod
+    def _refuse_wrong(lease: Lease, x: Tensor, carry: Mapping[str, Tensor]) -> None:
+        channel = lease.shared
         if channel is not lease.opened:
             raise InputError(
                 "Dispatcher.dispatch: carry does not work inside join, because a rank that is done does not know what "
@@ -94,7 +117,8 @@ class CarriedColumns:
                 f"Dispatcher.dispatch: backend {channel.backend_name!r} drops the rows of the smallest weights, and "
                 "then cannot carry data. Leave carry out, or capacity_factor."
             )
-        if channel.needs.carries == "no":
+        needs = channel.needs  # ranks must agree before they gather, and counts are exchanged later
+        if needs.carries == "no" or (needs.carries == "gather" and needs.exchanges_counts):
             raise InputError(
                 f"Dispatcher.dispatch: backend {channel.backend_name!r} delivers rows in no fixed order with its "
                 "options, so it cannot carry data. Leave carry or the option out, such as deterministic=False."
@@ -117,17 +141,11 @@ class CarriedColumns:
                     f"one number for each token of x, got {str(values.dtype).removeprefix('torch.')} "
                     f"{tuple(values.shape)} on {values.device}."
                 )
-        # In an order of its own, because dicts of two ranks may have different ones.
-        self._carry = dict(sorted(carry.items()))
-        self._dtypes = {name: values.dtype for name, values in self._carry.items()}
-        self._row: RowWithColumns | None = None
-        self._everyone: Everyone | None = None
-        self._columns_TC = torch.empty(0, dtype=torch.uint8)
 
     def told(self, grad_enabled: bool | str) -> str:
         """Add to the grad mode of the call, as in ``facts_of``, what must be equal on all ranks."""
         mode = grad_enabled if isinstance(grad_enabled, str) else "enabled" if grad_enabled else "disabled"
-        named = (f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in self._dtypes.items())
+        named = (f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in self.dtypes.items())
         return f"{mode}, with carry {', '.join(named)}"
 
     def depart(self, channel: Channel, sizes: Sizes, ids_TK: Tensor, real_rows: Tensor | None) -> Sizes:
@@ -167,7 +185,7 @@ class CarriedColumns:
 
     def _split(self, columns_SC: Tensor, source_R: Tensor) -> dict[str, Tensor]:
         """Return the columns of expert rows by name, -1 where no row is copied."""
-        widths = [dtype.itemsize for dtype in self._dtypes.values()]
+        widths = [dtype.itemsize for dtype in self.dtypes.values()]
         ends = accumulate(widths, initial=0)
         columns_RC = columns_SC  # without a row that arrived, there is none to copy
         if len(columns_SC):
@@ -175,7 +193,7 @@ class CarriedColumns:
             columns_RC.masked_fill_((source_R < 0).unsqueeze(1), 255)  # the bytes of -1
         return {
             name: columns_RC[:, begin:end].clone(memory_format=torch.contiguous_format).view(dtype).view(-1)
-            for (name, dtype), (begin, end) in zip(self._dtypes.items(), pairwise(ends), strict=True)
+            for (name, dtype), (begin, end) in zip(self.dtypes.items(), pairwise(ends), strict=True)
         }
 
 

@@ -58,8 +58,8 @@ def keep_routes(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
     and its route, which the autograd graph of the forward holds anyway. A backward with recomputed eager dispatches
     ends with one small all-reduce on the control group for each channel, and a host sync. If the control group is on
     the CPU, or with ``debug``, each recomputed dispatch has a small all-reduce too; otherwise the first one of a
-    backward has it, which is a host sync. In graph-safe mode nothing waits for the device, and only the first one has
-    an all-reduce, if the control group is on the CPU.
+    backward has it, which is a host sync. In graph-safe mode nothing waits for the device, no rank asks another one,
+    and combine is left out only without peers. What a dispatch carried is kept too.
     """
     log = Log()
     contexts: Contexts = (_Entered(Keeping, log), _Entered(Repeating, log))
@@ -135,6 +135,11 @@ class Way(Interceptor):
         self.log = log
         self.outer = of_thread.interceptor
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a dispatch takes a route that was kept, or one that the way around this one may have kept."""
+        return self.outer is not None and self.outer.repeats
+
     @abstractmethod
     def latest(self, lease: Lease) -> Kept | None:
         """Return the entry of the latest dispatch of a dispatcher."""
@@ -205,6 +210,10 @@ class Repeating(Way):
         self.next, self.next_plan = Counter[Lease](), Counter[Channel]()
         self.next_ids = self.combines = 0
 
+    @property
+    def repeats(self) -> bool:
+        return True
+
     def dispatch(
         self, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
     ) -> Dispatched | InFlight:
@@ -215,6 +224,8 @@ class Repeating(Way):
             if number >= len(all_kept):
                 return refuse(self.log, dispatcher, more_than=number)
             if (kept := all_kept[number]) is None:
+                if of_thread.columns is not None:
+                    of_thread.columns.check(dispatcher, x, plan)
                 return dispatcher.dispatch(x, routing, plan, async_op=async_op)
             return dispatch_on(self.log, kept, dispatcher, x, routing, plan, async_op=async_op)
 

@@ -185,6 +185,7 @@ def dispatch_on(
                 check_plain("Dispatcher.dispatch", x=x)
             state = kept.sent.state
             layout = plan.layout if isinstance(plan, Plan) else dispatcher._layout_in(plan, x)
+            _compare_carried(kept, dispatcher)
             other = _difference(kept, state, dispatcher, x, layout)
             if other is not None and (_asks(channel) or x.shape != state.shape or x.dtype != kept.dtype):
                 raise other
@@ -240,14 +241,14 @@ def _raise_alike(log: Log, channel: Channel, problem: Exception | None) -> None:
     """Raise on every rank if one has a problem, or on that rank alone if ranks do not ask each other.
 
     Where ranks ask, they also tell whether they stop at the last combine of the log. If they do not ask in each
-    dispatch, then in the first one of a backward, for all logs that are new; but never where it would be a host sync in
-    graph-safe mode.
+    dispatch, then in the first one of a backward, for all logs that are new; but never in graph-safe mode, which reads
+    nothing.
     """
-    control, graph_safe = channel.control, channel.config.graph_safe
-    logs: list[Log] = []
+    control, logs = channel.control, list[Log]()
+    unasked = _unasked.get(channel, weakref.WeakSet[Log]())
     if control.size == 1 or _asks(channel):
         logs = [log]
-    elif log in (unasked := _unasked[channel]) and not (graph_safe and control_device(control.group).type != "cpu"):
+    elif log in unasked and not channel.config.graph_safe:
         logs = [*unasked]
     goes_on = int(not all(each.stops_on(channel) for each in logs))
     if control.size > 1 and logs:
@@ -259,7 +260,7 @@ def _raise_alike(log: Log, channel: Channel, problem: Exception | None) -> None:
     for each in logs:
         if each.combined_last_on(channel):
             each.leaves_out = not goes_on
-        _unasked[channel].discard(each)
+        unasked.discard(each)
 
 
 def _send(kept: Kept, channel: Channel, x_TD: Tensor, routing: Routing, ids_TK: Tensor) -> partial[Dispatched]:
@@ -323,6 +324,21 @@ def _difference(
         f"{kept.dtype} {tuple(state.shape)} in {state.layout!r}, got {x.dtype} {tuple(x.shape)} in {layout!r}. Pass "
         "what belongs to the micro-batch as arguments of the checkpointed function."
     )
+
+
+def _compare_carried(kept: Kept, dispatcher: Dispatcher) -> None:
+    """Raise if a recomputation carries other names or dtypes than its forward, whose numbers it gets."""
+    columns = of_thread.columns
+    if columns is not None and columns.problem is not None:
+        raise columns.problem
+    assert kept.sent is not None
+    mine = None if columns is None else columns.dtypes
+    its = None if kept.sent.carried is None else {name: values.dtype for name, values in kept.sent.carried.items()}
+    if mine != its:
+        raise InputError(
+            f"Dispatcher.dispatch: a recomputation{_of(dispatcher)} must carry what its forward carried, {its}, got "
+            f"{mine}. Checkpoint a function that does the same each time."
+        )
 
 
 def _are_equal(mine: Any, its: Any) -> bool:

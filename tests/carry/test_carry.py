@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import BSHD, THD, Dispatched, Dispatcher, DispatcherConfig, Masked, Routing, build_dispatcher
-from moe_dispatch.dispatchers import join, run_in_chunks
+from moe_dispatch.dispatchers import SlotWeights, join, run_in_chunks
 from moe_dispatch.errors import InputError, MoEDispatchError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.recompute import keep_routes
@@ -32,6 +33,7 @@ from tests.dispatchers.layer import (
 E, K, D = 16, 3, 256
 COUNTS = (5, 0, 9, 3)
 EXPANDED: dict[str, Any] = {**V25, "expand": True}
+EVERY_COPY = {"name": "exact", "min_rows": 0}
 EXACT, TWO_LEVELS = {"name": "alltoall", "reduction": "exact"}, {"name": "alltoall", "levels": 2, "ranks_per_node": 2}
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 12}
 Batch = tuple[Tensor, Routing, dict[str, Tensor]]
@@ -170,7 +172,7 @@ def test_copies_of_experts(backend: Any, fields: dict[str, Any]) -> None:
         pytest.skip("not graph-safe")
 
     def body(group: Group) -> None:
-        given = config(backend, balance={"name": "exact", "min_rows": 0}, **fields)
+        given = config(backend, balance=EVERY_COPY, **fields)
         dispatcher = build_dispatcher(given, group)
         x, routing, carry = batch(rank_of(group))
         skewed = Routing(torch.where(routing.topk_ids < 0, -1, routing.topk_ids % 5), routing.topk_weights)
@@ -180,6 +182,48 @@ def test_copies_of_experts(backend: Any, fields: dict[str, Any]) -> None:
         dispatcher.close()
 
     on_ranks(body, 4)
+
+
+def test_parts_of_a_dispatch_have_what_their_rows_carry() -> None:
+    def body(group: Group) -> list[int]:
+        dispatcher, rank, parts = build_dispatcher(config("alltoall", balance=EVERY_COPY), group), rank_of(group), []
+
+        def experts(part: Dispatched, weights: Tensor) -> Tensor:
+            check(part)
+            parts.append(len(part.rows))
+            return part.grouped_mm(part.rows, weights)
+
+        x, routing, carry = batch(rank)
+        skewed = Routing(torch.where(routing.topk_ids < 0, -1, routing.topk_ids % 5), routing.topk_weights)
+        sent = dispatcher.dispatch(x, skewed, carry=carry)
+        SlotWeights(dispatcher).run(sent, experts, torch.ones(E // 4, D, D, dtype=torch.bfloat16))
+        dispatcher.close()
+        return parts
+
+    assert any(len(parts) == 2 and min(parts) > 0 for parts in on_ranks(body, 4)), "own experts, and copies"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"token": torch.zeros(2, dtype=torch.int64)}, {"adapter": torch.zeros(9, dtype=torch.int64)}, None],
+    ids=["shape", "name", "nothing"],
+)
+def test_recomputation_that_carries_something_else_on_one_rank_is_refused_on_all(other: Any) -> None:
+    def body(group: Group) -> None:
+        dispatcher, rank, calls = build_dispatcher(config("alltoall"), group), rank_of(group), []
+        x, routing, carry = batch(rank, (9, 9))
+        carry = {"token": carry["token"]}
+
+        def function(x: Tensor) -> Tensor:
+            calls.append(x)
+            sent = dispatcher.dispatch(x, routing, carry=other if rank == 1 and len(calls) == 2 else carry)
+            return dispatcher.combine(sent.rows.square(), sent)
+
+        checkpoint(function, x, use_reentrant=False, context_fn=keep_routes).sum().backward()
+
+    outcomes = outcomes_on(body, 2)
+    assert all(isinstance(outcome, MoEDispatchError) for outcome in outcomes), outcomes
+    assert re.search("carry", str(outcomes[1]))
 
 
 @pytest.mark.parametrize("backend", ["alltoall", V25, {**HYBRID}], ids=str)
@@ -391,9 +435,7 @@ def test_again_compiled_regions_and_join_are_refused() -> None:
     with pytest.raises(InputError, match=r"again=sent brings what its dispatch carried, as carried. Leave carry out"):
         dispatcher.dispatch(x, again=sent, carry=carry)
     compiled = torch.compile(lambda x: dispatcher.dispatch(x, routing, carry=carry).rows, backend="eager")
-    with pytest.raises(
-        StateError, match=r"carry does not work in a compiled region. Wrap both verbs in torch.compiler"
-    ):
+    with pytest.raises(StateError, match=r"carry works neither in a compiled region nor"):
         compiled(x)
     layer = Scaled(small_config("alltoall"))
     with join([layer]), pytest.raises(InputError, match="carry does not work inside join"):
