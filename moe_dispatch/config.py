@@ -129,6 +129,7 @@ class DispatcherConfig(BaseModel):
             ``GraphSafeOptions``. True is room for every possible routing.
         permutation: Implementation of the reorder on one rank: "torch" or "triton" (kernels of this package). A named
             one is used or refused. "auto" is "triton" on CUDA devices where Triton works, and "torch" elsewhere.
+            Rows in 8 bits are quantised and widened by kernels wherever "auto" is "triton".
         device: "cpu" or "cuda" refuses tensors on other devices. None accepts all devices.
         watchdog: Time limit of each collective of this library, in seconds. Where a collective fails or takes longer,
             every waiting rank raises a ``LostPeerError`` that says where each rank is. None takes the variable
