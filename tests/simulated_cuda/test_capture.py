@@ -81,7 +81,7 @@ CAPTURED = [
 @pytest.mark.parametrize(("backend", "layout", "drops"), CAPTURED)
 def test_a_captured_layer_exchanges_nothing_with_the_host(backend: str, layout: str, drops: bool) -> None:
     records = captured(backend, LAYOUTS[layout], DROPS if drops else {})
-    assert {"kernel", "copy"} <= {each.kind for each in records}
+    assert "kernel" in {each.kind for each in records}
     assert not with_the_host(records)
 
 
