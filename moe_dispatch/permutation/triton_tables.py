@@ -663,7 +663,8 @@ def send_places(
     targets, fixed = triton.next_power_of_2(size), pair_rows is not None
     block = min(128, max(16, 4096 // targets))
     num_blocks = triton.cdiv(max(num_rows + 1, pair_rows or 0), block)
-    pairs, slots = torch.empty(2, num_blocks, targets, dtype=torch.int32, device=ids_TK.device).unbind()
+    # Views of one tensor would be aligned for some numbers of blocks only, and Triton would compile the kernels anew.
+    pairs, slots = (torch.empty(num_blocks, targets, dtype=torch.int32, device=ids_TK.device) for _ in range(2))
     source_B = new(num_rows * min(size, top_k) if pair_rows is None else size * pair_rows)
     member_B, cu_T = new(num_rows * (size if fixed else min(size, top_k))), new(num_rows + 1)
     busiest, slots_P = (new(()), new(size)) if fixed else (None, None)
