@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import threading
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -46,16 +47,23 @@ def digests(share: float) -> Iterator[str]:
 
 
 def digest(backend: Any, case: Any, ranks: Ranks) -> str:
-    """Return a digest of all outputs and gradients of a case, or the error that it raises."""
+    """Return a digest of all outputs and gradients of a case, and the name of the error if it raises one."""
     found: list[str] = []
-    check_output, check_gradients = kit_case._check_output, kit_case._check_gradients
+    here = threading.local()  # a rank is a thread
+    run_rank, check_output, check_gradients = kit_case.run_rank, kit_case._check_output, kit_case._check_gradients
+
+    def on_rank(config: Any, group: Any, *rest: Any) -> Any:
+        here.rank, here.call = 0 if group is None else group.rank(), -1
+        return run_rank(config, group, *rest)
 
     def keep(kind: str, *tensors: Tensor | None) -> None:
-        for tensor in tensors:
+        for number, tensor in enumerate(tensors):
             flat = b"" if tensor is None else tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            found.append(hashlib.sha256(kind.encode() + flat).hexdigest())
+            name = f"{kind} {number} of call {here.call} on rank {here.rank}:"
+            found.append(hashlib.sha256(name.encode() + flat).hexdigest())
 
     def output(y: Tensor, *rest: Any) -> None:
+        here.call += 1
         keep("y", y)
         check_output(y, *rest)
 
@@ -63,11 +71,13 @@ def digest(backend: Any, case: Any, ranks: Ranks) -> str:
         keep("gradients", call.x.grad, call.weights_TK.grad, call.experts.matrix_EWW.grad, call.experts.bias_ED.grad)
         check_gradients(call, *rest)
 
-    with patch.object(kit_case, "_check_output", output), patch.object(kit_case, "_check_gradients", gradients):
+    patched: Any = {"run_rank": on_rank, "_check_output": output, "_check_gradients": gradients}
+    with patch.multiple(kit_case, **patched):
         try:
             run_case(backend, case, ranks)
         except Exception as error:
-            return type(error).__name__
+            found.append(type(error).__name__)
+    assert found, "the kit checked no results"
     # Ranks end in any order.
     return hashlib.sha256("".join(sorted(found)).encode()).hexdigest()[:16]
 

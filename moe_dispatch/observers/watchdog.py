@@ -23,6 +23,7 @@ import datetime
 import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -46,6 +47,12 @@ from moe_dispatch.errors import ConfigError, LostPeerError, shown
 logger = logging.getLogger("moe_dispatch")
 
 RAISED = "after an error of its own in"
+# Texts of errors where NCCL has lost a rank: remote error, aborted communicator, timeout, or no answer from rank 0.
+_LOST = re.compile(
+    "ncclRemoteError|remote process exited|communicator was aborted|error set by ProcessGroupNCCL|timeout|"
+    "retrieving ncclUniqueId",
+    re.IGNORECASE,
+)
 _HOST_ENDED, _OPEN = "moe_dispatch/watchdog/host_ended", "moe_dispatch/watchdog/open"
 
 
@@ -203,14 +210,15 @@ class Watch(CollectiveObserver):
         """Note that a collective on ``tensor`` begins, and start it with the time limit.
 
         Raises:
-            LostPeerError: NCCL fails at once. The error says where each rank is.
+            LostPeerError: NCCL has lost a rank. The error says where each rank is. Other errors of NCCL pass through.
         """
         self.call = WatchedCall(self, self.call.number + 1, label, nbytes)
         options.timeout = datetime.timedelta(seconds=self.seconds)
         try:
             return self.call.started(start(options), tensor)
         except BaseException as error:
-            if isinstance(error, RuntimeError) and "NCCL" in str(error):  # it starts nothing once it has lost a rank
+            told = str(error) if isinstance(error, RuntimeError) else ""
+            if "NCCL" in told and _LOST.search(told):  # it starts nothing once it has lost a rank
                 raise LostPeerError(self.explain(self.call)) from error
             self.call.leave()
             raise

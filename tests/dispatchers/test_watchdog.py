@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.errors import ConfigError
+from moe_dispatch.errors import ConfigError, LostPeerError
 from moe_dispatch.observers.watchdog import RankNote, Watch, WatchedCall, watch_group, watch_of
 from moe_dispatch_testing import RankFailed, run_processes, run_ranks
 from moe_dispatch_testing.ranks import thread_group
@@ -376,6 +377,47 @@ def test_what_a_gpu_has_ended_is_forgotten_and_a_graph_is_not_asked_for(
         assert _Event.asked == asked
     else:
         assert gpu_watch.finished.label == "rows"
+
+
+def _fails(text: str) -> Callable[[Any], Any]:
+    def start(_: Any) -> Any:
+        raise RuntimeError(f"NCCL error in: NCCLUtils.cpp:77, {text}")
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "invalid usage, NCCL version 2.27.5\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.",
+        "unhandled system error, NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, malloc) failed.",
+        "unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+    ],
+)
+def test_errors_of_nccl_that_lose_no_rank_pass_through(text: str) -> None:
+    group = one_rank()
+    watch = watch_group(group, 1)
+    with pytest.raises(RuntimeError, match=text.split("\n")[0]) as caught:
+        watch.collective("rows", 8, torch.empty(1), _fails(text), SimpleNamespace())
+    assert not isinstance(caught.value, LostPeerError)
+    assert watch.raised == watch.call.phase
+    watch.stop()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "remote process exited or there was a network error, NCCL version 2.27.5",
+        "NCCL communicator was aborted on rank 0.",
+        "NCCL timeout when waiting for nonblocking call",
+    ],
+)
+def test_errors_of_nccl_that_lose_a_rank_say_where_the_ranks_are(text: str) -> None:
+    group = one_rank()
+    watch = watch_group(group, 0.2)
+    with pytest.raises(LostPeerError, match="Watchdog: rows"):
+        watch.collective("rows", 8, torch.empty(1), _fails(text), SimpleNamespace())
+    watch.stop()
 
 
 BEGIN = """

@@ -78,7 +78,7 @@ def replay(group: dist.ProcessGroup, backend: str) -> None:
 
     def inputs(number: int) -> tuple[Tensor, Tensor, Tensor]:
         x, ids, weights = layer.inputs(number * group.size() + rank)
-        return x, ids.index_fill(0, torch.arange(rank * number, device="cuda"), -1), weights
+        return x, ids.index_fill(0, torch.arange(min(rank * number, layer.rows), device="cuda"), -1), weights
 
     graph = capture(layer.dispatcher, layer.step, *inputs(0))
     for number in range(1, 6):

@@ -132,7 +132,8 @@ class NcclEP(Backend):
     A slot with the id -1 goes nowhere. The header of the library promises nothing about such ids; all of its kernels
     that read ids skip those below 0. If a version does otherwise, an eager dispatch raises on the rank of the expert:
     with a plan because such a slot has a weight that no other has, and without one because more rows arrive than the
-    ranks have counted. In graph-safe mode nothing is read on the host, and the weight adds nothing to any result.
+    ranks have counted. In graph-safe mode nothing is read on the host. There the weight, -1.4e-45, adds nothing to a
+    result if the expert's output for such a row is finite; inf or NaN would reach the token.
 
     Cost: a host sync per eager dispatch, in the library, and another if sizes come without the ranks' counts; none in
     combine. ``send`` (``again=``) exchanges the ids again, and in eager mode has the library's host sync. A backward

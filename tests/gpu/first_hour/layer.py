@@ -59,17 +59,19 @@ class Layer:
     ) -> None:
         most, self.width, self.experts, self.top_k = (64, 64, 8, 2) if small else (8192, 4096, 64, 8)
         self.rows, self.device = rows or most, device
+        if group is None and backend != "local":
+            group = dist.group.WORLD
+        size = 1 if group is None else group.size()
+        self.experts += -self.experts % size  # all ranks have equally many
         sizes: dict[str, Any] = {"num_experts": self.experts, "top_k": self.top_k, "hidden_size": self.width}
         if fields.get("graph_safe"):
             sizes["max_tokens_per_rank"] = self.rows
         config = DispatcherConfig(backend=backend, pad_multiple=16, **{**sizes, **fields})
-        if group is None and backend != "local":
-            group = dist.group.WORLD
         self.dispatcher: Dispatcher = build_dispatcher(config, group)
         if not matrices:
             return
         generator = torch.Generator(device).manual_seed(0 if group is None else group.rank())
-        shape = self.experts // (1 if group is None else group.size()), self.width, self.width
+        shape = self.experts // size, self.width, self.width
         drawn = torch.randn(shape, generator=generator, device=device)
         self.matrices = (drawn * self.width**-0.5).bfloat16().requires_grad_()
 

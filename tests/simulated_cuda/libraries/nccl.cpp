@@ -18,7 +18,7 @@
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // The numbers of nccl.h.
-enum Result { kSuccess = 0, kInternalError = 3, kInvalidUsage = 5 };
+enum Result { kSuccess = 0, kInvalidUsage = 5, kRemoteError = 6 };
 enum Type { kInt8, kUint8, kInt32, kUint32, kInt64, kUint64, kFloat16, kFloat32, kFloat64, kBfloat16, kFloat8, kFloat8e5 };
 enum Operation { kSum, kProduct, kMaximum, kMinimum, kAverage };
 struct UniqueId {
@@ -168,7 +168,7 @@ Result meet(const Collective& call, const std::function<void(char*, const Inputs
     return true;
   };
   if (!world.changed.wait_for(lock, patience(), complete))
-    return fail(kInternalError, std::string(call.name) + ": not all ranks came");
+    return fail(kRemoteError, std::string(call.name) + ": not all ranks came");
   Inputs all = inputs;
   if (--world.present[number] == 0) {
     world.meetings.erase(number);
@@ -201,7 +201,7 @@ Result transfer_all() {
     auto& mail = world.mail[{each.peer, each.communicator->rank}];
     std::string ranks = "rank " + std::to_string(each.communicator->rank) + " from rank " + std::to_string(each.peer);
     if (!world.changed.wait_for(lock, patience(), [&] { return !mail.empty(); }))
-      return fail(kInternalError, "nothing came to " + ranks);
+      return fail(kRemoteError, "nothing came to " + ranks);
     Message message = std::move(mail.front());
     mail.pop_front();
     if (message.size() != each.bytes)
@@ -264,7 +264,10 @@ EXPORT Result ncclCommGetAsyncError(Communicator*, Result* error) {
   *error = kSuccess;
   return kSuccess;
 }
-EXPORT const char* ncclGetErrorString(Result error) { return error ? "simulated NCCL error" : "no error"; }
+EXPORT const char* ncclGetErrorString(Result error) {
+  if (error == kRemoteError) return "remote process exited or there was a network error";  // NCCL's words
+  return error ? "simulated NCCL error" : "no error";
+}
 EXPORT const char* ncclGetLastError(Communicator*) { return error_text.c_str(); }
 
 EXPORT Result ncclGroupStart() {
