@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,27 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import train_fsdp2
 from moe_dispatch import DispatcherConfig
 from moe_dispatch_testing import run_processes
+from tests.examples.fsdp2_losses import losses
 
-ROOT = Path(__file__).parents[2]
 STEPS = 6
 EVERY_COPY = '{"name": "exact", "min_rows": 0}'
-
-
-def losses(ranks: int, *arguments: str) -> dict[int, float]:
-    """The loss of each step that a training printed."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    process = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "examples" / "train_fsdp2.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    return {
-        int(step): float(loss) for step, loss in re.findall(r"^step (\d+), loss (\S+)$", process.stdout, re.MULTILINE)
-    }
 
 
 @pytest.mark.slow

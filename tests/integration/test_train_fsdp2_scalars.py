@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.test_train_fsdp2 import losses
+from tests.examples.fsdp2_losses import losses
 from tests.integration.needs import needs
 
 pytestmark = [*needs("tensorboard"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]

@@ -1,0 +1,28 @@
+"""Run examples/train_fsdp2.py under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def losses(ranks: int, *arguments: str) -> dict[int, float]:
+    """The loss of each step that a training printed."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    process = subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "examples" / "train_fsdp2.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return {
+        int(step): float(loss) for step, loss in re.findall(r"^step (\d+), loss (\S+)$", process.stdout, re.MULTILINE)
+    }
