@@ -437,8 +437,9 @@ def test_a_trace_is_planned_as_it_ran(command: Command, model: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_the_page_shows_what_is_printed(command: Command, tmp_path: Path) -> None:
+def test_the_page_shows_what_is_printed(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for what ``[...]`` stands for. To write it anew: paste what this test prints where it fails."""
+    monkeypatch.setenv("COLUMNS", "80")
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     written(tmp_path, re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
     asked_for, shown = re.findall(r"```console\n\$ moe-dispatch (.*?)\n(.*?)```", page, re.DOTALL)[0]
