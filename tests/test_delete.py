@@ -159,7 +159,11 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
         (
             "from moe_dispatch.recompute import keep_routes",
             "ModuleNotFoundError: No module named 'moe_dispatch.recompute'",
-        )
+        ),
+        (
+            "DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, chunks={'tokens': 4, 'recompute': True})",
+            "ConfigError: moe_dispatch.recompute is not installed. chunks.recompute needs it. Leave that out, or ",
+        ),
     ],
     "replay": [
         ("from moe_dispatch.replay import RoutingTable", "ModuleNotFoundError: No module named 'moe_dispatch.replay'"),

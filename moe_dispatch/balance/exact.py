@@ -74,8 +74,8 @@ class ExactPlan:
             not hold the expert are not used. (E, 1) if all rows go home.
         experts_L: int64 (M + S,), the expert in each slot of this rank, or E for an empty slot.
         num_copies: Number of copies on this rank. A tensor, int64 (), if the device plans.
-        left_out: int64 (), the number of copies that were not made because they would have had fewer than ``min_rows``
-            rows. 0 if the device plans.
+        left_out: Number of copies that were not made because they would have had fewer than ``min_rows`` rows. 0 if the
+            device plans.
         loads_P: int64 (P,), the rows of each rank's experts; None if ``left_out`` is 0.
         kernels: The module ``triton_plan`` if it made the plan.
     """

@@ -143,7 +143,9 @@ class CarriedColumns:
                 )
 
     def told(self, grad_enabled: bool | str) -> str:
-        """Add to the grad mode of the call, as in ``facts_of``, what must be equal on all ranks."""
+        """Add what must be equal on all ranks to the grad mode of the call, as in ``facts_of``. Raise the problem."""
+        if self.problem is not None:
+            raise self.problem
         mode = grad_enabled if isinstance(grad_enabled, str) else "enabled" if grad_enabled else "disabled"
         named = (f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in self.dtypes.items())
         return f"{mode}, with carry {', '.join(named)}"

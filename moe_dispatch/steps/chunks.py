@@ -75,8 +75,8 @@ def run_in_chunks(
             is told to the peers where the call agrees on sizes, and on ``alltoall``.
 
     Cost: C dispatches and combines, and without a plan that of ``plan``, with two more host syncs to check ids if the
-    ranks agree on sizes but exchange no counts. With ``chunks.recompute``, C more exchanges of rows in the backward.
-    Metrics count each dispatch. ``moe_dispatch/steps/chunks.py`` states the memory.
+    ranks agree on sizes but exchange no counts. With ``chunks.recompute``, C more exchanges of rows in the backward, or
+    2 C in graph-safe mode. Metrics count each dispatch. ``moe_dispatch/steps/chunks.py`` states the memory.
     """
     if not callable(run_experts):
         raise InputError(

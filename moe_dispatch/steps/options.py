@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from moe_dispatch._options import Count, Options
+from moe_dispatch._probing import require_plug_in
+
+if TYPE_CHECKING:
+    from moe_dispatch.config import DispatcherConfig
 
 __all__ = ["ChunkOptions"]
 
@@ -25,3 +29,8 @@ class ChunkOptions(Options):
 
     tokens: Count
     recompute: bool = False
+
+    def check(self, config: DispatcherConfig) -> None:
+        """Raise ConfigError if the plug-in that recomputations need is not installed."""
+        if self.recompute:
+            require_plug_in("moe_dispatch.recompute", "chunks.recompute needs it. Leave that out")

@@ -396,15 +396,17 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("backend", ["allgather", "alltoall", V25, RAGGED], ids=str)
+@pytest.mark.parametrize("chunks", [None, 2], ids=["whole", "in chunks"])
 @pytest.mark.parametrize("case", BAD)
-def test_what_one_rank_does_otherwise_raises_on_all(case: str, backend: Any) -> None:
+def test_what_one_rank_does_otherwise_raises_on_all(case: str, chunks: int | None, backend: Any) -> None:
     other, text = BAD[case]
     good = {"adapter": torch.zeros(5, dtype=torch.int64)}
 
     def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(backend), group)
+        dispatcher = build_dispatcher(config(backend, chunks=chunks), group)
         x, routing, _ = batch(0)
-        dispatcher.dispatch(x, routing, carry=other if rank_of(group) == 1 else good)
+        carry = other if rank_of(group) == 1 else good
+        run_in_chunks(dispatcher, lambda sent: sent.rows, x, routing, carry=carry)
 
     raises_everywhere(outcomes_on(body, 2), MoEDispatchError, text)
 
