@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +13,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import BSHD, THD, Dispatched, Dispatcher, DispatcherConfig, Masked, Routing, build_dispatcher
+from moe_dispatch.backends import Backend, BackendContext, BackendOptions, Constraints, MoEShape, registry
+from moe_dispatch.backends.alltoall.options import AllToAllOptions
 from moe_dispatch.dispatchers import SlotWeights, join, run_in_chunks
 from moe_dispatch.errors import InputError, MoEDispatchError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.recompute import keep_routes
+from moe_dispatch.types import Capacity
 from moe_dispatch_testing.counting import count_collectives
 from moe_dispatch_testing.host_syncs import allow_host_syncs, refuse_host_syncs
 from tests.conformance.backends import more_backends
@@ -428,6 +432,48 @@ def test_rows_in_no_fixed_order_carry_nothing() -> None:
 
     text = "backend 'deepep' delivers rows in no fixed order with its options, so it cannot carry data"
     raises_everywhere(outcomes_on(body, 2), InputError, text)
+
+
+class OfAnotherPackage(BackendOptions):
+    """A backend that exchanges counts, and does not say in what order its rows are."""
+
+    name = "of_another_package"
+
+    def constraints(self, shape: MoEShape) -> Constraints:
+        return dataclasses.replace(AllToAllOptions().constraints(shape), carries=Constraints().carries)
+
+    def capacity(self, shape: MoEShape) -> Capacity:
+        return AllToAllOptions().capacity(shape)
+
+    def open(self, context: BackendContext) -> Backend:
+        return AllToAllOptions().open(context)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "delivers rows in no fixed order"),
+        (
+            {**SAFE, "graph_safe": {"capacity_factor": 1.0, "on_overflow": "drop"}},
+            "drops the rows of the smallest weights",
+        ),
+    ],
+    ids=["counts", "drops"],
+)
+def test_backends_whose_rows_cannot_be_known_carry_nothing(
+    fields: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry._REGISTERED, OfAnotherPackage.name, OfAnotherPackage)
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config(OfAnotherPackage.name, **fields), group)
+        x, routing, carry = batch(rank_of(group))
+        # In graph-safe mode nothing is exchanged that could tell a peer.
+        dispatcher.dispatch(x, routing, carry=carry if fields or rank_of(group) == 1 else None)
+
+    outcomes = outcomes_on(body, 2)
+    assert all(isinstance(outcome, MoEDispatchError) for outcome in outcomes)
+    assert text in str(outcomes[1])
 
 
 def test_again_compiled_regions_and_join_are_refused() -> None:
