@@ -24,7 +24,7 @@ class Interceptor(Protocol):
 
     @property
     def repeats(self) -> bool:
-        """Whether a dispatch may take the route of an earlier one. It then tells all ranks a problem of columns."""
+        """Whether a dispatch may take the route of an earlier one. If so, this way also refuses wrong columns."""
 
     def dispatch(
         self, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool

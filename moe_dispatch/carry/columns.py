@@ -143,7 +143,11 @@ class CarriedColumns:
                 )
 
     def told(self, grad_enabled: bool | str) -> str:
-        """Add what must be equal on all ranks to the grad mode of the call, as in ``facts_of``. Raise the problem."""
+        """Return the grad mode of the call, as ``facts_of`` takes it, with what all ranks must carry alike.
+
+        Raises:
+            InputError: The problem, if there is one.
+        """
         if self.problem is not None:
             raise self.problem
         mode = grad_enabled if isinstance(grad_enabled, str) else "enabled" if grad_enabled else "disabled"

@@ -40,9 +40,9 @@ def keep_routes(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
 
     A recomputation then neither exchanges counts nor waits for the device, and experts get the rows of the forward, in
     the same order. The last combine of the call is left out, if on no rank the checkpoint saves a tensor behind it. The
-    ids that the router chooses in the recomputation must be those of the forward, because the
-    backward of the router uses them. They are compared: in eager mode the backward raises InputError on every rank, and
-    in graph-safe mode ``Dispatcher.check`` does. ``keep_ids`` gives the router the ids of the forward.
+    ids that the router chooses in the recomputation must be those of the forward, because the backward of the router
+    uses them. They are compared: in eager mode the backward raises InputError on every rank, and in graph-safe mode
+    ``Dispatcher.check`` does. ``keep_ids`` gives the router the ids of the forward.
 
     Use it with ``use_reentrant=False``, on all ranks or on none. A dispatch that ``torch.compile`` or a policy of
     selective checkpointing records is made by an operator, and not by this function.
@@ -58,8 +58,8 @@ def keep_routes(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
     and its route, which the autograd graph of the forward holds anyway. A backward with recomputed eager dispatches
     ends with one small all-reduce on the control group for each channel, and a host sync. If the control group is on
     the CPU, or with ``debug``, each recomputed dispatch has a small all-reduce too; otherwise the first one of a
-    backward has it, which is a host sync. In graph-safe mode nothing waits for the device, no rank asks another one,
-    and combine is left out only without peers. What a dispatch carried is kept too.
+    backward has it, which is a host sync. In graph-safe mode nothing waits for the device and no rank asks another
+    one, so more than one rank repeat the last combine. What a dispatch carried is kept too.
     """
     log = Log()
     contexts: Contexts = (_Entered(Keeping, log), _Entered(Repeating, log))

@@ -136,9 +136,12 @@ def dense(x: Tensor, weights: dict[str, Tensor], valid_T: Tensor | None = None) 
     return F.linear(F.layer_norm(dense_blocks(x, weights, valid_T), (HIDDEN,), scale, shift), matrix, bias)
 
 
-def differences(rank: int, copies: int, ep_size: int, under: Callable[..., Any]) -> dict[str, float]:
+def differences(
+    rank: int, copies: int, ep_size: int, under: Callable[..., Any], *, recomputes: bool = False
+) -> dict[str, float]:
     """How far every gradient is from that of the dense model on the tokens of all ranks."""
     model, mesh = make_model(copies, ep_size)
+    model.recomputes = recomputes
     wrapped, finish = under(model, mesh)
     weights = leaves_of(model, mesh)
     with warnings.catch_warnings():
@@ -445,6 +448,7 @@ def what_the_library_does(rank: int, folder: str) -> dict[str, Any]:
     """Processes start once for these."""
     return {
         "ddp": differences(rank, 2, 2, under_ddp),
+        "ddp, recomputed": differences(rank, 2, 2, under_ddp, recomputes=True),
         "ddp over experts": with_all_parameters(rank),
         "copies only": copies_only(rank),
         **{
@@ -490,7 +494,8 @@ def all_close(found: Found, name: str, number: int) -> None:
 
 
 def test_gradients_are_those_of_one_rank_with_all_experts(results: Found) -> None:
-    all_close(results, "ddp", 3 * LAYERS + 4)
+    for name in ("ddp", "ddp, recomputed"):
+        all_close(results, name, 3 * LAYERS + 4)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
