@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -130,7 +128,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/tuning.md": {"wire": wire_table},
     "docs/graph-safe.md": {"capacity": capacity_table},
     "docs/reference.md": {"stability": stability_table},
-    "docs/hardware.md": {"support": support_table, "budget": budget_table, "bytes": bytes_table},
+    "docs/hardware.md": {"support": support_table, "bytes": bytes_table},
+    "tests/simulated_cuda/README.md": {"budget": budget_table},
 }
 
 
@@ -148,11 +147,6 @@ def replaced(page: str, text: str) -> str:
 
 def _listed(values: Sequence[object] | frozenset[object] | None, none: str = "any") -> str:
     return none if values is None else ", ".join(sorted(str(value).removeprefix("torch.") for value in values))
-
-
-def _how(options: type[BackendOptions], needs: Constraints) -> str:
-    sentence = inspect.cleandoc(sys.modules[options.__module__].__doc__ or "").split("\n\n")[0].replace("\n", " ")
-    return sentence.partition(": ")[2].rstrip(".")
 
 
 def _sizes(options: type[BackendOptions], needs: Constraints) -> str:
@@ -190,7 +184,6 @@ def _graph_safe(options: type[BackendOptions], needs: Constraints) -> str:
 
 _Cell = Callable[[type[BackendOptions], Constraints], str]
 _ROWS: tuple[tuple[str, _Cell], ...] = (
-    ("how", _how),
     ("ep_size", _sizes),
     ("rows per rank", _rows_per_rank),
     ("hidden size", _hidden),
@@ -200,10 +193,8 @@ _ROWS: tuple[tuple[str, _Cell], ...] = (
     ("`wire`", _wires),
     ("rows per expert padded by", lambda options, needs: "its library" if needs.pads_experts else "this package"),
     ("options", _options),
-    ("exchanges counts in every dispatch", lambda options, needs: "yes" if needs.exchanges_counts else "no"),
     ("graph-safe", _graph_safe),
     ("`torch.compile(fullgraph=True)`", lambda options, needs: "yes" if needs.compilable else "no"),
-    ("backward", lambda options, needs: "yes" if needs.differentiable else "no"),
 )
 
 

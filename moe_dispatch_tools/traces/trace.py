@@ -1,12 +1,5 @@
 """The routing trace: the frozen values ``Trace``, ``Call`` and ``Part``, how they are recorded, and their file.
 
-The file has these tensors of each rank r, with a prefix such as ``rank0.``:
-
-- ``ids``, int32 (rows of all calls, K), and ``weights`` (rows of all calls, K),
-- ``calls``, int64 (calls, 7), with the columns of ``_Row``,
-- ``shapes``, int64: the shapes of x in all calls, one after another,
-- ``layouts``, int64: the layouts of all calls, one after another, in the encoding of ``layouts/encoding.py``.
-
 Dimensions: ``T`` rows of a rank in the model, ``K`` top_k, ``E`` experts of the whole group, ``P`` its ranks.
 """
 
@@ -121,6 +114,20 @@ class Call:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trace:
     """The routing of real steps. ``record`` writes a trace, and ``load`` reads it.
+
+    Any reader of safetensors opens the file. Ids and weights are those of the model, before padding, cutting and
+    merging. The file has these tensors for each rank r:
+
+    - ``rank{r}.ids``, int32, and ``rank{r}.weights``: (rows of all calls, top_k). The id is -1 if a slot goes to no
+      expert. Weights have the widest dtype of all calls.
+    - ``rank{r}.calls``, int64 (calls, 7): layer, step, number of rows, number of dimensions of x, number of integers of
+      the layout, dtypes (code of x plus 16 times that of the weights; 0 float32, 1 bfloat16, 2 float16, 3 float64), and
+      1 if the host knew the lengths.
+    - ``rank{r}.shapes`` and ``rank{r}.layouts``, int64: the shapes of x, and the layouts in the encoding of
+      ``moe_dispatch/layouts/encoding.py``, one after another.
+
+    Metadata are strings: ``moe_dispatch_trace``, the number of the format, 1; ``config``, ``needs``, ``layers`` and
+    ``versions``, JSON; ``backend``, ``ep_size`` and ``ranks_per_node``.
 
     Attributes:
         config: The config of the dispatchers.
