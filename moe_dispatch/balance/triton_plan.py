@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_dispatch.permutation.triton_launch import cdiv, kernel, next_power_of_2
+
 LARGEST = 4096
 """Most ranks, and most experts of a rank, whose numbers fit into the registers of one program."""
 
@@ -24,7 +26,7 @@ _TALLIED = 128
 _OPTIONS: Any = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-@triton.jit(do_not_specialize=["num_ids"])
+@kernel(do_not_specialize=["num_ids"])
 def tally_kernel(ids, turns, tallies, num_ids, num_experts, block: tl.constexpr):
     """Count the ids of each expert in one block of ids, and the equal ids of the block before each id."""
     program, place = tl.program_id(0).to(tl.int64), tl.arange(0, block)
@@ -43,7 +45,7 @@ def tally_kernel(ids, turns, tallies, num_ids, num_experts, block: tl.constexpr)
     tl.store(mine + expert, turn + 1, mask=inside & (expert >= 0) & (after == 0))
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@kernel(do_not_specialize=["num_blocks"])
 def totals_kernel(tallies, counts, num_blocks, num_experts, blocks: tl.constexpr, experts: tl.constexpr):
     """Replace the counts of each block of ids by those of all blocks before it, and write the counts of all blocks."""
     expert = tl.program_id(0) * experts + tl.arange(0, experts)
@@ -58,7 +60,7 @@ def totals_kernel(tallies, counts, num_blocks, num_experts, blocks: tl.constexpr
     tl.store(counts + expert, total, mask=expert < num_experts)
 
 
-@triton.jit(do_not_specialize=["num_ids"])
+@kernel(do_not_specialize=["num_ids"])
 def slots_kernel(
     ids, turns, tallies, ends, slots, found, num_ids, num_experts, size, tallied: tl.constexpr, block: tl.constexpr
 ):
@@ -76,7 +78,7 @@ def slots_kernel(
     tl.store(found + at, slot, mask=inside)
 
 
-@triton.jit
+@kernel
 def loads_kernel(
     counts,
     totals,
@@ -117,7 +119,7 @@ def loads_kernel(
     tl.store(num_copies, 0, mask=rank == mine)
 
 
-@triton.jit
+@kernel
 def take_kernel(
     loads,
     blocks,
@@ -195,7 +197,7 @@ def whole(values):
     return tl.sum(tl.sum(values, 2), 1)[:, None, None]
 
 
-@triton.jit
+@kernel
 def split_kernel(
     counts,
     totals,
@@ -276,16 +278,15 @@ def counts_and_turns(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, tuple[Te
     each expert before the block, int32 (B, E), for ``slots_of``.
     """
     ids_TK, num_ids = ids_TK.contiguous(), ids_TK.numel()
-    num_blocks = triton.cdiv(num_ids, _TALLIED)
+    num_blocks = cdiv(num_ids, _TALLIED)
     turns_TK = torch.empty_like(ids_TK, dtype=torch.int32)
     tallies_BE = turns_TK.new_empty(num_blocks, num_experts)
     counts_E = torch.empty(num_experts, dtype=torch.int64, device=ids_TK.device)
-    with torch.cuda.device_of(ids_TK):
-        if num_ids:
-            tally_kernel[(num_blocks,)](ids_TK, turns_TK, tallies_BE, num_ids, num_experts, block=_TALLIED, **_OPTIONS)
-        totals_kernel[(triton.cdiv(num_experts, 16),)](
-            *(tallies_BE, counts_E, num_blocks, num_experts), blocks=_BLOCK, experts=16, **_OPTIONS
-        )
+    if num_ids:
+        tally_kernel[(num_blocks,)](ids_TK, turns_TK, tallies_BE, num_ids, num_experts, block=_TALLIED, **_OPTIONS)
+    totals_kernel[(cdiv(num_experts, 16),)](
+        *(tallies_BE, counts_E, num_blocks, num_experts), blocks=_BLOCK, experts=16, **_OPTIONS
+    )
     return counts_E, (turns_TK, tallies_BE)
 
 
@@ -293,13 +294,12 @@ def slots_of(ends_EP: Tensor, slots_EP: Tensor, ids_TK: Tensor, turns: tuple[Ten
     """Do what ``ExactPlan.slots_of`` does. Cost: one launch."""
     found_TK = torch.empty_like(ids_TK, memory_format=torch.contiguous_format)
     if ids_TK.numel():
-        with torch.cuda.device_of(ids_TK):
-            slots_kernel[(triton.cdiv(ids_TK.numel(), _BLOCK),)](
-                *(ids_TK.contiguous(), *turns, ends_EP, slots_EP, found_TK, ids_TK.numel(), *ends_EP.shape),
-                tallied=_TALLIED,
-                block=_BLOCK,
-                **_OPTIONS,
-            )
+        slots_kernel[(cdiv(ids_TK.numel(), _BLOCK),)](
+            *(ids_TK.contiguous(), *turns, ends_EP, slots_EP, found_TK, ids_TK.numel(), *ends_EP.shape),
+            tallied=_TALLIED,
+            block=_BLOCK,
+            **_OPTIONS,
+        )
     return found_TK
 
 
@@ -328,35 +328,34 @@ def plan(
     copies_PS, experts_L = counts_PE.new_empty(size, spare), counts_PE.new_empty(own + spare)
     ends_EP, slots_EP = counts_PE.new_empty(2, num_experts, size).unbind()
     num_copies = counts_PE.new_empty(())
-    of_rank = triton.next_power_of_2(own)
-    with torch.cuda.device_of(counts_PE):
-        loads_kernel[(size,)](
-            *(counts_PE, totals_E, blocks_E, loads_P, given_P, taken_P, copied_PE, copies_PS, experts_L, num_copies),
-            *(size, own, spare, pad_multiple, rank),
-            block=of_rank,
-            **_OPTIONS,
-        )
-        ranks = triton.next_power_of_2(size)
-        take_kernel[(size,)](
-            *(loads_P, blocks_E, bound, given_P, taken_P, copied_PE, numbers_PE, size, own, spare),
-            is_exact=bound is None,
-            few=few,
-            ranks=ranks,
-            experts=of_rank,
-            # One warp finds a largest number without waiting for others.
-            num_warps=1 if max(ranks, of_rank) <= 128 else 4,
-            enable_fp_fusion=False,
-        )
-        nodes, places = triton.next_power_of_2(size // per_node), triton.next_power_of_2(per_node)
-        experts = max(1, _BLOCK // (nodes * places))
-        split_kernel[(triton.cdiv(num_experts, experts),)](
-            *(counts_PE, totals_E, blocks_E, loads_P, given_P, taken_P, copied_PE, numbers_PE),
-            *(copies_PS, ends_EP, slots_EP, experts_L, num_copies),
-            *(size, own, spare, per_node, pad_multiple, rank),
-            few=few,
-            experts=experts,
-            nodes=nodes,
-            places=places,
-            **_OPTIONS,
-        )
+    of_rank = next_power_of_2(own)
+    loads_kernel[(size,)](
+        *(counts_PE, totals_E, blocks_E, loads_P, given_P, taken_P, copied_PE, copies_PS, experts_L, num_copies),
+        *(size, own, spare, pad_multiple, rank),
+        block=of_rank,
+        **_OPTIONS,
+    )
+    ranks = next_power_of_2(size)
+    take_kernel[(size,)](
+        *(loads_P, blocks_E, bound, given_P, taken_P, copied_PE, numbers_PE, size, own, spare),
+        is_exact=bound is None,
+        few=few,
+        ranks=ranks,
+        experts=of_rank,
+        # One warp finds a largest number without waiting for others.
+        num_warps=1 if max(ranks, of_rank) <= 128 else 4,
+        enable_fp_fusion=False,
+    )
+    nodes, places = next_power_of_2(size // per_node), next_power_of_2(per_node)
+    experts = max(1, _BLOCK // (nodes * places))
+    split_kernel[(cdiv(num_experts, experts),)](
+        *(counts_PE, totals_E, blocks_E, loads_P, given_P, taken_P, copied_PE, numbers_PE),
+        *(copies_PS, ends_EP, slots_EP, experts_L, num_copies),
+        *(size, own, spare, per_node, pad_multiple, rank),
+        few=few,
+        experts=experts,
+        nodes=nodes,
+        places=places,
+        **_OPTIONS,
+    )
     return copies_PS, ends_EP, slots_EP, experts_L, num_copies

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_dispatch.permutation.index import accumulation_dtype
+from moe_dispatch.permutation.triton_launch import cdiv, kernel, next_power_of_2
 
 VERSION: str = triton.__version__
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -33,7 +34,7 @@ def _rounded(values, out):
     return values.to(out.dtype.element_ty)
 
 
-@triton.jit
+@kernel
 def gather_kernel(rows, source, out, width, rows_stride, rows_step, out_stride, out_step, block: tl.constexpr):
     """Compute ``out[i] = rows[source[i]]``, or 0 where ``source[i]`` is negative."""
     at = tl.program_id(0).to(tl.int64)
@@ -45,7 +46,7 @@ def gather_kernel(rows, source, out, width, rows_stride, rows_step, out_stride, 
     tl.store(out + at * out_stride + columns * out_step, _rounded(values, out), mask=columns < width)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_grouped"])
+@kernel(do_not_specialize=["num_rows", "num_grouped"])
 def scatter_kernel(
     rows,
     places,
@@ -80,7 +81,7 @@ def scatter_kernel(
         tl.store(out + place * out_stride + columns * out_step, tl.zeros((block,), out.dtype.element_ty), mask=write)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_grouped"])
+@kernel(do_not_specialize=["num_rows", "num_grouped"])
 def scatter_weighted_kernel(
     rows,
     places,
@@ -137,7 +138,7 @@ def scatter_weighted_kernel(
             tl.store(dots + empty, tl.zeros((), accumulate), mask=empty < num_grouped)
 
 
-@triton.jit
+@kernel
 def weigh_kernel(
     rows,
     is_real,
@@ -180,7 +181,7 @@ def weigh_kernel(
         tl.store(dots + at, tl.sum(dot))
 
 
-@triton.jit
+@kernel
 def sum_bags_kernel(
     rows,
     members,
@@ -228,10 +229,9 @@ def sum_bags_kernel(
 def gather(rows: Tensor, out: Tensor, source: Tensor) -> None:
     """Launch ``gather_kernel``: rows (S, D), source int64 (n,), out (n, D)."""
     if out.numel():
-        with torch.cuda.device_of(out):
-            gather_kernel[_grid(out)](
-                rows, source.contiguous(), out, out.shape[1], *rows.stride(), *out.stride(), **_options(out.shape[1])
-            )
+        gather_kernel[_grid(out)](
+            rows, source.contiguous(), out, out.shape[1], *rows.stride(), *out.stride(), **_options(out.shape[1])
+        )
 
 
 @torch.compiler.disable
@@ -241,13 +241,12 @@ def scatter(rows: Tensor, out: Tensor, places: Tensor, edges: Tensor, padding: T
     programs = num_rows + (0 if padding is None else padding.shape[0])
     if out.numel() and programs:
         options = _options(width)
-        with torch.cuda.device_of(out):
-            scatter_kernel[(programs, triton.cdiv(width, options["block"]))](
-                *(rows, places, edges, padding, out, num_rows, out.shape[0], width),
-                *rows.stride(),
-                *out.stride(),
-                **options,
-            )
+        scatter_kernel[(programs, cdiv(width, options["block"]))](
+            *(rows, places, edges, padding, out, num_rows, out.shape[0], width),
+            *rows.stride(),
+            *out.stride(),
+            **options,
+        )
 
 
 @torch.compiler.disable
@@ -267,21 +266,20 @@ def scatter_weighted(
     num_rows, width = rows.shape
     programs = num_rows + (0 if padding is None else padding.shape[0])
     if out.numel() and programs:
-        most = triton.next_power_of_2(most)
+        most = next_power_of_2(most)
         # Each program keeps ``most`` blocks in registers, so that it reads a row once.
-        block = min(triton.next_power_of_2(width), _MAX_BLOCK, 8 * _MAX_BLOCK // most)
-        with torch.cuda.device_of(out):
-            scatter_weighted_kernel[(programs,)](
-                *(rows, places, edges, padding, weights.contiguous(), partners, out, dots),
-                *(num_rows, out.shape[0], width, *rows.stride()),
-                *((0, 0) if partners is None else partners.stride()),
-                out.stride(0),
-                most=most,
-                accumulate=_accumulation(out.dtype),
-                block=block,
-                num_warps=min(16, max(1, most * block // 1024)),
-                enable_fp_fusion=False,
-            )
+        block = min(next_power_of_2(width), _MAX_BLOCK, 8 * _MAX_BLOCK // most)
+        scatter_weighted_kernel[(programs,)](
+            *(rows, places, edges, padding, weights.contiguous(), partners, out, dots),
+            *(num_rows, out.shape[0], width, *rows.stride()),
+            *((0, 0) if partners is None else partners.stride()),
+            out.stride(0),
+            most=most,
+            accumulate=_accumulation(out.dtype),
+            block=block,
+            num_warps=min(16, max(1, most * block // 1024)),
+            enable_fp_fusion=False,
+        )
 
 
 @torch.compiler.disable
@@ -297,16 +295,15 @@ def weigh(
 ) -> None:
     """Launch ``weigh_kernel``: weights (n,), is_real bool (n,), contiguous out (n, D), partners (n, D), dots (n,)."""
     if out.numel():
-        with torch.cuda.device_of(out):
-            weigh_kernel[(out.shape[0],)](
-                *(rows, is_real.contiguous(), weights.contiguous(), partners, out, dots, out.shape[1]),
-                *rows.stride(),
-                *((0, 0) if partners is None else partners.stride()),
-                out.stride(0),
-                clears=clears,
-                accumulate=_accumulation(rows.dtype, out.dtype),
-                **_options(out.shape[1]),
-            )
+        weigh_kernel[(out.shape[0],)](
+            *(rows, is_real.contiguous(), weights.contiguous(), partners, out, dots, out.shape[1]),
+            *rows.stride(),
+            *((0, 0) if partners is None else partners.stride()),
+            out.stride(0),
+            clears=clears,
+            accumulate=_accumulation(rows.dtype, out.dtype),
+            **_options(out.shape[1]),
+        )
 
 
 @torch.compiler.disable
@@ -326,21 +323,20 @@ def sum_bags(
     """
     if out.numel():
         weights = None if weights is None else weights.contiguous()
-        with torch.cuda.device_of(out):
-            sum_bags_kernel[_grid(out)](
-                *(rows, members.contiguous(), edges.contiguous(), weights, out, cleared, out.shape[1]),
-                *rows.stride(),
-                *out.stride(),
-                *((0, 0) if cleared is None else (cleared.stride(0), cleared.shape[1])),
-                of_rows=of_rows,
-                accumulate=_accumulation(rows.dtype, out.dtype),
-                cleared_block=1 if cleared is None else triton.next_power_of_2(cleared.shape[1]),
-                **_options(out.shape[1]),
-            )
+        sum_bags_kernel[_grid(out)](
+            *(rows, members.contiguous(), edges.contiguous(), weights, out, cleared, out.shape[1]),
+            *rows.stride(),
+            *out.stride(),
+            *((0, 0) if cleared is None else (cleared.stride(0), cleared.shape[1])),
+            of_rows=of_rows,
+            accumulate=_accumulation(rows.dtype, out.dtype),
+            cleared_block=1 if cleared is None else next_power_of_2(cleared.shape[1]),
+            **_options(out.shape[1]),
+        )
 
 
 def _grid(out: Tensor) -> tuple[int, int]:
-    return out.shape[0], triton.cdiv(out.shape[1], _options(out.shape[1])["block"])
+    return out.shape[0], cdiv(out.shape[1], _options(out.shape[1])["block"])
 
 
 def _options(width: int) -> dict[str, int]:
@@ -350,7 +346,7 @@ def _options(width: int) -> dict[str, int]:
     a fused operation rounds once instead of twice, so its bits differ from the bits of torch. The option is given by
     name because its default changes: it is on up to Triton 3.9, which announces that 3.10 turns it off.
     """
-    block = min(triton.next_power_of_2(width), _MAX_BLOCK)
+    block = min(next_power_of_2(width), _MAX_BLOCK)
     return {"block": block, "num_warps": max(1, block // 256), "enable_fp_fusion": False}
 
 

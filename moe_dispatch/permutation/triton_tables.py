@@ -25,6 +25,7 @@ from torch import Tensor
 
 from moe_dispatch.communication import to_device
 from moe_dispatch.permutation.index import SlotIndex, kept_keys, round_up
+from moe_dispatch.permutation.triton_launch import cdiv, kernel, next_power_of_2
 
 _BLOCK = 1024
 _OPTIONS: Any = {"block": _BLOCK, "num_warps": 4, "enable_fp_fusion": False}
@@ -41,7 +42,7 @@ def _columns(keys, slot, end, row_stride, top_k, first, num_entries, columns: tl
     return has_key, is_its.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_slots", "first"])
+@kernel(do_not_specialize=["num_slots", "first"])
 def count_kernel(
     keys,
     table,
@@ -65,7 +66,7 @@ def count_kernel(
     tl.store(table + tl.program_id(0) * columns + tl.arange(0, columns), count)
 
 
-@triton.jit(do_not_specialize=["num_slots", "first", "num_blocks", "num_rows", "grouped"])
+@kernel(do_not_specialize=["num_slots", "first", "num_blocks", "num_rows", "grouped"])
 def place_kernel(
     keys,
     table,
@@ -171,7 +172,7 @@ def place_kernel(
                 tl.store(padding + moved + tl.arange(0, gaps), position, mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def merge_kernel(
     ids, weights, merged_ids, merged, firsts, num_rows, top_k: tl.constexpr, columns: tl.constexpr, block: tl.constexpr
 ):
@@ -194,7 +195,7 @@ def merge_kernel(
     tl.store(firsts + to, tl.where(mine >= 0, first, -1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@kernel(do_not_specialize=["num_slots"])
 def merge_backward_kernel(grads, firsts, out, num_slots, top_k, block: tl.constexpr):
     """Give each slot the gradient of the slot whose weight has its sum, 0 where that is -1."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
@@ -203,7 +204,7 @@ def merge_backward_kernel(grads, firsts, out, num_slots, top_k, block: tl.conste
     tl.store(out + at, grad, mask=at < num_slots)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_grouped", "num_padding"])
+@kernel(do_not_specialize=["num_slots", "num_grouped", "num_padding"])
 def to_grouped_kernel(
     values,
     slots,
@@ -234,7 +235,7 @@ def to_grouped_kernel(
         tl.store(out + tl.load(padding + at, mask=at < num_padding, other=0), none, mask=at < num_padding)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_grouped"])
+@kernel(do_not_specialize=["num_slots", "num_grouped"])
 def to_slots_kernel(values, slots, place, out, num_slots, num_grouped, row_stride, top_k, block: tl.constexpr):
     """Copy the value at each place back to its slot. Other slots are not written."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
@@ -246,7 +247,7 @@ def to_slots_kernel(values, slots, place, out, num_slots, num_grouped, row_strid
     tl.store(out + slot // top_k * row_stride + slot % top_k, value, mask=placed)
 
 
-@triton.jit(do_not_specialize=["num_ids"])
+@kernel(do_not_specialize=["num_ids"])
 def valid_kernel(ids, tokens, valid, outcome, num_ids, num_experts, top_k, marks: tl.constexpr, block: tl.constexpr):
     """Replace invalid ids by -1. Count them in ``outcome``, or with ``marks`` lower it to -1 if there are any.
 
@@ -267,7 +268,7 @@ def valid_kernel(ids, tokens, valid, outcome, num_ids, num_experts, top_k, marks
         tl.atomic_add(outcome, count, mask=count > 0)
 
 
-@triton.jit(do_not_specialize=["num_ids"])
+@kernel(do_not_specialize=["num_ids"])
 def owners_kernel(ids, owners, counts, num_ids, slots, width, block: tl.constexpr):
     """Write 1 + the rank of each id, 0 for -1. Count id e of rank r in ``counts[(r + 1) * width + e]``."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
@@ -291,7 +292,7 @@ def _pairs(ids, row, num_rows, row_stride, top_k, first, experts, size, targets:
     return found
 
 
-@triton.jit(do_not_specialize=["num_rows", "first"])
+@kernel(do_not_specialize=["num_rows", "first"])
 def pairs_kernel(
     ids,
     pairs,
@@ -331,7 +332,7 @@ def pairs_kernel(
         tl.atomic_add(counts + target * width + experts, added, mask=(target < size) & (added != 0))
 
 
-@triton.jit(do_not_specialize=["num_rows", "first", "num_blocks", "pair_rows"])
+@kernel(do_not_specialize=["num_rows", "first", "num_blocks", "pair_rows"])
 def places_kernel(
     ids,
     pairs,
@@ -388,7 +389,7 @@ def places_kernel(
         tl.store(slots_of + target, of_slots, mask=(target < size) & (tl.program_id(0) == 0))
 
 
-@triton.jit(do_not_specialize=["num_places", "pair_rows"])
+@kernel(do_not_specialize=["num_places", "pair_rows"])
 def slots_kernel(
     weights,
     ids,
@@ -492,22 +493,21 @@ def _group(
     padding = new(num_keys * (pad_multiple - 1) if fixed else grouped - real) if is_padded else None
     needed, counted = new(()) if fixed else None, of_keys is None
     real_L, padded_L = new(2, num_keys).unbind() if of_keys is None else of_keys
-    columns, num_blocks = triton.next_power_of_2(num_keys * entries + 1), max(1, triton.cdiv(num_slots, _BLOCK))
+    columns, num_blocks = next_power_of_2(num_keys * entries + 1), max(1, cdiv(num_slots, _BLOCK))
     table = torch.empty(num_blocks, columns, dtype=torch.int32, device=keys_SK.device)
     given = (num_slots, keys_SK.stride(0), top_k, first, num_keys * entries)
     # A step compares each of its slots with each column.
     shapes: Any = {"columns": columns, "step": min(256, max(16, 4096 // columns)), **_OPTIONS}
-    with torch.cuda.device_of(keys_SK):
-        count_kernel[(num_blocks,)](keys_SK, table, *given, **shapes)
-        place_kernel[(num_blocks + (triton.cdiv(num_keys, 8) if is_padded else 0),)](
-            *(keys_SK, table, shifts, slot_N, source_R, filled_R, position_N, byrow_N, cu_S, padding),
-            *((real_L, padded_L) if counted else (None, None)),
-            *(needed, *given, num_blocks, num_rows, grouped, entries, pad_multiple),
-            is_padded=is_padded,
-            fixed=fixed,
-            gaps=triton.next_power_of_2(pad_multiple),
-            **shapes,
-        )
+    count_kernel[(num_blocks,)](keys_SK, table, *given, **shapes)
+    place_kernel[(num_blocks + (cdiv(num_keys, 8) if is_padded else 0),)](
+        *(keys_SK, table, shifts, slot_N, source_R, filled_R, position_N, byrow_N, cu_S, padding),
+        *((real_L, padded_L) if counted else (None, None)),
+        *(needed, *given, num_blocks, num_rows, grouped, entries, pad_multiple),
+        is_padded=is_padded,
+        fixed=fixed,
+        gaps=next_power_of_2(pad_multiple),
+        **shapes,
+    )
     return SlotIndex(
         num_rows=num_rows,
         top_k=top_k,
@@ -541,18 +541,17 @@ class _Merge(torch.autograd.Function):
         num_rows, top_k = ids_TK.shape
         ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.contiguous()
         merged_ids, firsts, merged = (torch.empty_like(tensor) for tensor in (ids_TK, ids_TK, weights_TK))
-        columns = triton.next_power_of_2(top_k)
+        columns = next_power_of_2(top_k)
         block = max(1, _BLOCK // columns)
         if num_rows:
-            with torch.cuda.device_of(ids_TK):
-                merge_kernel[(triton.cdiv(num_rows, block),)](
-                    *(ids_TK, weights_TK, merged_ids, merged, firsts, num_rows),
-                    top_k=top_k,
-                    columns=columns,
-                    block=block,
-                    num_warps=4,
-                    enable_fp_fusion=False,
-                )
+            merge_kernel[(cdiv(num_rows, block),)](
+                *(ids_TK, weights_TK, merged_ids, merged, firsts, num_rows),
+                top_k=top_k,
+                columns=columns,
+                block=block,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
         ctx.mark_non_differentiable(merged_ids)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(firsts)
@@ -565,10 +564,9 @@ class _Merge(torch.autograd.Function):
             return None, None
         out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
         if out.numel():
-            with torch.cuda.device_of(grad):
-                merge_backward_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
-                    grad.contiguous(), firsts, out, out.numel(), out.shape[1], **_OPTIONS
-                )
+            merge_backward_kernel[(cdiv(out.numel(), _BLOCK),)](
+                grad.contiguous(), firsts, out, out.numel(), out.shape[1], **_OPTIONS
+            )
         return None, out
 
 
@@ -577,25 +575,23 @@ def to_grouped(index: SlotIndex, values_SK: Tensor) -> Tensor:
     values_SK = values_SK if values_SK.stride(1) == 1 else values_SK.contiguous()
     out = torch.empty(index.num_grouped, dtype=values_SK.dtype, device=values_SK.device)
     num_slots, num_padding = len(index.slot_N), 0 if index.padding is None else len(index.padding)
-    if programs := triton.cdiv(max(num_slots, num_padding, index.num_grouped if index.fixed_size else 0), _BLOCK):
-        with torch.cuda.device_of(values_SK):
-            to_grouped_kernel[(programs,)](
-                *(values_SK, index.slot_N, index.position_N, index.padding, index.filled_R, out),
-                *(num_slots, index.num_grouped, num_padding, values_SK.stride(0), index.top_k),
-                **_OPTIONS,
-            )
+    if programs := cdiv(max(num_slots, num_padding, index.num_grouped if index.fixed_size else 0), _BLOCK):
+        to_grouped_kernel[(programs,)](
+            *(values_SK, index.slot_N, index.position_N, index.padding, index.filled_R, out),
+            *(num_slots, index.num_grouped, num_padding, values_SK.stride(0), index.top_k),
+            **_OPTIONS,
+        )
     return out
 
 
 def to_slots(index: SlotIndex, values_R: Tensor, out: Tensor) -> None:
     """Write one value per grouped row to the slots, (S, K) with a stride. Slots without a key are not written."""
     if len(index.slot_N):
-        with torch.cuda.device_of(out):
-            to_slots_kernel[(triton.cdiv(len(index.slot_N), _BLOCK),)](
-                *(values_R.contiguous(), index.slot_N, index.position_N, out, len(index.slot_N), index.num_grouped),
-                *(out.stride(0), index.top_k),
-                **_OPTIONS,
-            )
+        to_slots_kernel[(cdiv(len(index.slot_N), _BLOCK),)](
+            *(values_R.contiguous(), index.slot_N, index.position_N, out, len(index.slot_N), index.num_grouped),
+            *(out.stride(0), index.top_k),
+            **_OPTIONS,
+        )
 
 
 def valid_ids(
@@ -606,12 +602,11 @@ def valid_ids(
     ids_TK = ids_TK.contiguous()
     found_TK, num_ids = torch.empty_like(ids_TK), ids_TK.numel()
     if num_ids:
-        with torch.cuda.device_of(ids_TK):
-            valid_kernel[(triton.cdiv(num_ids, _BLOCK),)](
-                *(ids_TK, valid_T, found_TK, outcome, num_ids, num_experts, ids_TK.shape[1]),
-                marks=mark is not None,
-                **_OPTIONS,
-            )
+        valid_kernel[(cdiv(num_ids, _BLOCK),)](
+            *(ids_TK, valid_T, found_TK, outcome, num_ids, num_experts, ids_TK.shape[1]),
+            marks=mark is not None,
+            **_OPTIONS,
+        )
     return found_TK, outcome
 
 
@@ -622,10 +617,9 @@ def count_owners(
     ids = ids_TK.contiguous()
     owners, counts = torch.empty_like(ids), torch.zeros(length, dtype=torch.int64, device=ids.device)
     if ids.numel():
-        with torch.cuda.device_of(ids):
-            owners_kernel[(triton.cdiv(ids.numel(), _BLOCK),)](
-                *(ids, owners, counts, ids.numel(), num_local_experts, width), **_OPTIONS
-            )
+        owners_kernel[(cdiv(ids.numel(), _BLOCK),)](
+            *(ids, owners, counts, ids.numel(), num_local_experts, width), **_OPTIONS
+        )
     return owners, counts
 
 
@@ -660,9 +654,9 @@ def send_places(
     Cost: two launches.
     """
     (num_rows, top_k), new = ids_TK.shape, partial(torch.empty, dtype=torch.int64, device=ids_TK.device)
-    targets, fixed = triton.next_power_of_2(size), pair_rows is not None
+    targets, fixed = next_power_of_2(size), pair_rows is not None
     block = min(128, max(16, 4096 // targets))
-    num_blocks = triton.cdiv(max(num_rows + 1, pair_rows or 0), block)
+    num_blocks = cdiv(max(num_rows + 1, pair_rows or 0), block)
     # Views of one tensor would be aligned for some numbers of blocks only, and Triton would compile the kernels anew.
     pairs, slots = (torch.empty(num_blocks, targets, dtype=torch.int32, device=ids_TK.device) for _ in range(2))
     source_B = new(num_rows * min(size, top_k) if pair_rows is None else size * pair_rows)
@@ -673,13 +667,12 @@ def send_places(
         ids_TK = ids_TK.contiguous()
     given = (num_rows, ids_TK.stride(0), top_k, first, experts, size)
     width = 0 if counts is None else counts.shape[1]
-    with torch.cuda.device_of(ids_TK):
-        pairs_kernel[(num_blocks,)](ids_TK, pairs, slots, counts, mark, *given, width, **shapes)
-        places_kernel[(num_blocks,)](
-            *(ids_TK, pairs, slots, source_B, member_B, cu_T, busiest, slots_P, *given, num_blocks, pair_rows or 0),
-            fixed=fixed,
-            **shapes,
-        )
+    pairs_kernel[(num_blocks,)](ids_TK, pairs, slots, counts, mark, *given, width, **shapes)
+    places_kernel[(num_blocks,)](
+        *(ids_TK, pairs, slots, source_B, member_B, cu_T, busiest, slots_P, *given, num_blocks, pair_rows or 0),
+        fixed=fixed,
+        **shapes,
+    )
     found = source_B, member_B, cu_T
     return (*found, busiest, slots_P) if busiest is not None and slots_P is not None else found
 
@@ -704,16 +697,15 @@ def pack_slots(
     Cost: one launch.
     """
     (num_places, top_k), (of_notes, out_notes) = out_BK[0].shape, notes or (None, None)
-    columns = triton.next_power_of_2(top_k)
+    columns = next_power_of_2(top_k)
     block = max(1, _BLOCK // columns)
     if num_places:
-        with torch.cuda.device_of(ids_TK):
-            slots_kernel[(triton.cdiv(num_places, block),)](
-                *(weights_TK.contiguous(), ids_TK.contiguous(), source_B, of_notes, *out_BK, out_notes, num_places),
-                *(1 if of_notes is None else num_places // len(of_notes), top_k, *(out.stride(0) for out in out_BK)),
-                0 if out_notes is None else out_notes.stride(0),
-                columns=columns,
-                block=block,
-                num_warps=4,
-                enable_fp_fusion=False,
-            )
+        slots_kernel[(cdiv(num_places, block),)](
+            *(weights_TK.contiguous(), ids_TK.contiguous(), source_B, of_notes, *out_BK, out_notes, num_places),
+            *(1 if of_notes is None else num_places // len(of_notes), top_k, *(out.stride(0) for out in out_BK)),
+            0 if out_notes is None else out_notes.stride(0),
+            columns=columns,
+            block=block,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_dispatch.permutation.triton_launch import cdiv, kernel, next_power_of_2
+
 # Largest number of columns that a program handles at once: with eight warps, each lane has 8 of them.
 _MAX_BLOCK = 2048
 
@@ -50,7 +52,7 @@ def _power(exponents):
     return tl.where(exponents == 255, float("nan"), bits.to(tl.float32, bitcast=True))
 
 
-@triton.jit
+@kernel
 def quantise_kernel(
     rows,
     places,
@@ -101,7 +103,7 @@ def quantise_kernel(
         tl.store(scales + place * scales_stride + block, kept, mask=write)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_grouped"])
+@kernel(do_not_specialize=["num_rows", "num_grouped"])
 def expand_kernel(
     codes,
     scales,
@@ -160,7 +162,7 @@ def expand_kernel(
             tl.store(out_scales + empty * out_scales_stride + block, one, mask=to)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_grouped"])
+@kernel(do_not_specialize=["num_rows", "num_grouped"])
 def expand_weighted_kernel(
     codes,
     scales,
@@ -236,11 +238,10 @@ def quantise(
     """
     if rows.numel():
         grid, options = _launch(rows.shape[0], scales, rows.shape[1])
-        with torch.cuda.device_of(rows):
-            quantise_kernel[grid](
-                *(rows, places, edges, codes, scales, rows.shape[1], *rows.stride(), codes.stride(0), scales.stride(0)),
-                **options,
-            )
+        quantise_kernel[grid](
+            *(rows, places, edges, codes, scales, rows.shape[1], *rows.stride(), codes.stride(0), scales.stride(0)),
+            **options,
+        )
 
 
 @torch.compiler.disable
@@ -268,12 +269,11 @@ def expand(
     programs = num_rows + (0 if padding is None else padding.shape[0])
     if out.numel() and programs:
         grid, options = _launch(programs, scales, width)
-        with torch.cuda.device_of(out):
-            expand_kernel[grid](
-                *(codes, scales, places, edges, padding, out, out_scales, num_rows, out.shape[0], width),
-                *(codes.stride(0), scales.stride(0), out.stride(0), 0 if out_scales is None else out_scales.stride(0)),
-                **options,
-            )
+        expand_kernel[grid](
+            *(codes, scales, places, edges, padding, out, out_scales, num_rows, out.shape[0], width),
+            *(codes.stride(0), scales.stride(0), out.stride(0), 0 if out_scales is None else out_scales.stride(0)),
+            **options,
+        )
 
 
 @torch.compiler.disable
@@ -297,28 +297,27 @@ def expand_weighted(
     num_rows, width = codes.shape
     programs = num_rows + (0 if padding is None else padding.shape[0])
     if out.numel() and programs:
-        most = triton.next_power_of_2(most)
-        block = min(triton.next_power_of_2(width), _MAX_BLOCK, 8 * _MAX_BLOCK // most)
-        with torch.cuda.device_of(out):
-            expand_weighted_kernel[(programs,)](
-                *(codes, scales, places, edges, padding, weights.contiguous(), partners, out, dots),
-                *(num_rows, out.shape[0], width, codes.stride(0), scales.stride(0)),
-                *((0, 0) if partners is None else partners.stride()),
-                out.stride(0),
-                powers=scales.dtype == torch.uint8,
-                size=width // scales.shape[1],
-                most=most,
-                accumulate=tl.float64 if out.dtype == torch.float64 else tl.float32,
-                block=block,
-                num_warps=min(16, max(1, most * block // 1024)),
-                enable_fp_fusion=False,
-            )
+        most = next_power_of_2(most)
+        block = min(next_power_of_2(width), _MAX_BLOCK, 8 * _MAX_BLOCK // most)
+        expand_weighted_kernel[(programs,)](
+            *(codes, scales, places, edges, padding, weights.contiguous(), partners, out, dots),
+            *(num_rows, out.shape[0], width, codes.stride(0), scales.stride(0)),
+            *((0, 0) if partners is None else partners.stride()),
+            out.stride(0),
+            powers=scales.dtype == torch.uint8,
+            size=width // scales.shape[1],
+            most=most,
+            accumulate=tl.float64 if out.dtype == torch.float64 else tl.float32,
+            block=block,
+            num_warps=min(16, max(1, most * block // 1024)),
+            enable_fp_fusion=False,
+        )
 
 
 def _launch(programs: int, scales: Tensor, width: int) -> tuple[tuple[int, int], dict[str, int | bool]]:
     """Return the grid and the options of a launch with ``programs`` programs for each block of columns."""
     size = width // scales.shape[1]
-    count = max(1, min(triton.next_power_of_2(width), _MAX_BLOCK) // size)
+    count = max(1, min(next_power_of_2(width), _MAX_BLOCK) // size)
     options: dict[str, int | bool] = {"powers": scales.dtype == torch.uint8, "size": size, "count": count}
     options |= {"num_warps": max(1, count * size // 512), "enable_fp_fusion": False}
-    return (programs, triton.cdiv(width, count * size)), options
+    return (programs, cdiv(width, count * size)), options

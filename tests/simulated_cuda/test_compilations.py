@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from triton.runtime.jit import JITFunction
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.balance import triton_plan
 from moe_dispatch.permutation import triton_kernels, triton_tables
+from moe_dispatch.permutation.triton_launch import Kernel
 from moe_dispatch.quantised import triton_codes
 from tests.simulated_cuda.ranks import NcclRanks
 
@@ -23,7 +23,7 @@ KERNELS = [
     kernel
     for module in (triton_kernels, triton_tables, triton_codes, triton_plan)
     for kernel in vars(module).values()
-    if isinstance(kernel, JITFunction) and kernel.fn.__name__.endswith("_kernel")
+    if isinstance(kernel, Kernel) and kernel.fn.__name__.endswith("_kernel")
 ]
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": MOST_ROWS}
 QUANTISED: dict[str, Any] = {"wire": {"dtype": "mxfp8", "gradients": True}}
@@ -65,6 +65,7 @@ def test_no_kernel_is_compiled_after_the_first_steps(fields: dict[str, Any], ste
 
     for kernel in KERNELS:
         kernel.device_caches.clear()
+        kernel._known.clear()
     NcclRanks().run(on_rank, 2)
     assert len(seen) == steps
     sends = {"quantise_kernel", "expand_kernel"} if "wire" in fields else {"scatter_kernel"}
@@ -73,7 +74,7 @@ def test_no_kernel_is_compiled_after_the_first_steps(fields: dict[str, Any], ste
 
 
 def test_a_planted_specialisation_is_compiled_anew() -> None:
-    planted = JITFunction(triton_tables.valid_kernel.fn)  # without its ``do_not_specialize``
+    planted = Kernel(triton_tables.valid_kernel.fn)  # without its ``do_not_specialize``
     for rows in (16, 17):
         ids = torch.zeros(rows, 1, dtype=torch.int64, device="cuda")
         planted[(1,)](ids, None, torch.empty_like(ids), ids[0, 0], rows, 4, 1, marks=False, block=32)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang, interpreter_builder
 from triton.runtime.jit import JITFunction
 
+from moe_dispatch.permutation.triton_launch import Kernel
 from moe_dispatch.quantised.formats import Float8, Mxfp8, Quantised, quantise
 from moe_dispatch.quantised.rows import as_bytes, widen
 from moe_dispatch_testing.host_syncs import allow_host_syncs
@@ -48,12 +49,13 @@ _touched.watch(interpreter_builder)
 @contextmanager
 def computed(findings: values.Findings) -> Iterator[None]:
     """Compute every Triton kernel that is launched inside on the memory of its arguments."""
-    original, call = JITFunction.run, JITFunction.__call__
+    kernels: Any = Kernel
+    original, call = Kernel.launch, JITFunction.__call__
 
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def launch(self: Any, grid: Any, *args: Any, **kwargs: Any) -> Any:
         with _lock, placed(f"triton::{self.fn.__name__}"):
-            compiled = original(self, *args, grid=grid, warmup=warmup, **kwargs)
-            if not warmup:
+            compiled = original(self, grid, *args, **kwargs)
+            with torch.cuda.device_of(args[0]):
                 again = _again(self, args, grid, kwargs)
                 _touched.read = _touched.written = 0
                 _compute_first(self.fn.__name__, args, again)
@@ -62,11 +64,11 @@ def computed(findings: values.Findings) -> Iterator[None]:
         return compiled
 
     # Outside a kernel, Triton refuses calls of functions that are compiled. The interpreter makes such calls.
-    JITFunction.run, JITFunction.__call__ = run, lambda self, *args, **kwargs: _rewritten(self)(*args, **kwargs)
+    kernels.launch, JITFunction.__call__ = launch, lambda self, *args, **kwargs: _rewritten(self)(*args, **kwargs)
     try:
         yield
     finally:
-        JITFunction.run, JITFunction.__call__ = original, call
+        kernels.launch, JITFunction.__call__ = original, call
 
 
 def _rewritten(function: Any) -> Any:

@@ -1,0 +1,74 @@
+"""The launch of Triton kernels. With few rows, a step of a model is bound by the time that the host takes to launch.
+
+In each launch Triton looks at all arguments to find the code that it has compiled for such arguments. That takes most
+of the time of a launch, and a ``Kernel`` remembers it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+_MOST = 4096
+_runtime: Any = triton.knobs.runtime
+
+
+class Kernel(JITFunction):  # type: ignore[misc]
+    """A kernel that is launched on the device of its first argument. Sizes without specialisation are integers."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._sizes = [each.num for each in self.params if each.do_not_specialize]
+        self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return partial(self.launch, grid)
+
+    def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+        """Launch what was compiled for arguments of these dtypes, alignments and integers. Return it."""
+        if (device := args[0].get_device()) != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self.launch(grid, *args, **options)
+        kind = [
+            each if not isinstance(each, Tensor) else each.dtype if each.data_ptr() % 16 == 0 else (each.dtype,)
+            for each in args
+        ]
+        for size in self._sizes:
+            kind[size] >>= 31  # Triton compiles for 32 or for 64 bits
+        key = (device, *kind, *options, *options.values())
+        found = self._known.get(key)
+        # Profilers set hooks, which Triton calls.
+        if found is None or getattr(hook := _runtime.launch_enter_hook, "calls", hook):
+            compiled = self.run(*args, grid=grid, warmup=False, **options)
+            if torch.version.hip is None:  # there, code also depends on the size of memory
+                if len(self._known) == _MOST:
+                    self._known.clear()
+                shapes = [options[name] for name in self.arg_names[len(args) :]]
+                self._known[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata, shapes
+            return compiled
+        compiled, run, function, metadata, shapes = found
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(*(*grid, 1, 1)[:3], stream, function, metadata, None, None, None, *args, *shapes)
+        return compiled
+
+
+def kernel(function: Any = None, **options: Any) -> Any:
+    """Make a kernel of a function, as ``triton.jit`` does. Triton's interpreter has kernels of its own."""
+    if function is None:
+        return partial(kernel, **options)
+    return triton.jit(function, **options) if _runtime.interpret else Kernel(function, **options)
+
+
+def cdiv(count: int, size: int) -> int:
+    """Return ``count / size``, rounded up. Triton's function takes 50 times as long, and so does that of powers."""
+    return -(-count // size)
+
+
+def next_power_of_2(count: int) -> int:
+    """Return the smallest power of 2 that is at least ``count``."""
+    return 1 << (count - 1).bit_length()

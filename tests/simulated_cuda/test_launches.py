@@ -1,0 +1,82 @@
+"""A kernel that remembers what Triton compiled launches what Triton would launch for the same arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from moe_dispatch.permutation import triton_launch
+from moe_dispatch.permutation.triton_launch import Kernel
+from tests.simulated_cuda.device import recorded
+
+SIZES = {"do_not_specialize": ["count"]}
+
+
+def sum_kernel(values, other, out, count, stride, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, block)
+    found = tl.load(values + at) + count + stride
+    if other is not None:
+        found += tl.load(other + at)
+    tl.store(out + at, found)
+
+
+def launches() -> list[tuple[tuple[Any, ...], dict[str, int]]]:
+    """Return arguments of every kind that Triton compiles anew for, and some of the same kind."""
+    one, double = torch.zeros(64, device="cuda:0"), torch.zeros(64, dtype=torch.float64, device="cuda:0")
+    with torch.cuda.device(1):
+        two = torch.zeros(64, device="cuda")
+    given: list[tuple[Any, ...]] = [(each, None, one, 8, 3) for each in (one, double, one[1:], one[4:], one.long())]
+    given += [(one, one, one, 8, 3), (one, one[1:], one, 8, 3), (two, None, two, 8, 3), (two, None, two[1:], 8, 3)]
+    given += [(one, None, one, count, 3) for count in (1, 16, 17, 2**31, 2**40)]
+    given += [(one, None, one, 8, stride) for stride in (1, 2, 16, 2**31, 2**32)]
+    options = [{"block": 16, "num_warps": 4}, {"block": 32, "num_warps": 4}, {"block": 16, "num_warps": 2}]
+    return [(args, options[0]) for args in given] + [(given[0], each) for each in options[1:]]
+
+
+def test_arguments_of_each_kind_get_what_triton_compiles_for_them() -> None:
+    kernel, reference, found = Kernel(sum_kernel, **SIZES), JITFunction(sum_kernel, **SIZES), []
+    for _ in range(2):
+        for number, (args, options) in enumerate(launches()):
+            with recorded() as records, torch.cuda.device(number % 2):
+                compiled = kernel[(1,)](*args, **options)
+            assert [(each.kind, each.device) for each in records] == [("kernel", args[0].get_device())]
+            with torch.cuda.device_of(args[0]):
+                expected = JITFunction.run(reference, *args, grid=(1,), warmup=False, **options)
+            found.append((compiled, expected))
+    numbers = [[column.index(each) for each in column] for column in zip(*found, strict=True)]
+    assert numbers[0] == numbers[1]
+    assert len(set(numbers[0])) == 14
+
+
+def test_results_are_those_of_the_arguments_of_each_launch() -> None:
+    kernel, out = Kernel(sum_kernel, **SIZES), torch.empty(16, device="cuda")
+    for count in (1, 2, 5):
+        kernel[(1,)](torch.full((16,), 10.0, device="cuda"), None, out, count, 3, block=16)
+        assert out.tolist() == [13.0 + count] * 16
+    assert len(kernel._known) == 1
+
+
+def test_hooks_of_profilers_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, out, names = Kernel(sum_kernel, **SIZES), torch.empty(16, device="cuda"), list[str]()
+    kernel[(1,)](out, None, out, 1, 3, block=16)
+    hook = lambda metadata: names.append(metadata.get()["name"])  # noqa: E731
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        kernel[(1,)](out, None, out, 1, 3, block=16)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    kernel[(1,)](out, None, out, 1, 3, block=16)
+    assert names == ["sum_kernel"]
+
+
+def test_memory_of_kinds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launch, "_MOST", 3)
+    kernel, out = Kernel(sum_kernel, **SIZES), torch.empty(16, device="cuda")
+    for stride in range(2, 12):
+        kernel[(1,)](out, None, out, 1, stride, block=16)
+        assert 0 < len(kernel._known) <= 3
