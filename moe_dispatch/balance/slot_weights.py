@@ -35,7 +35,7 @@ from moe_dispatch.communication import raise_alike
 from moe_dispatch.dispatchers.autograd import double_backward, tie
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
-from moe_dispatch.dispatchers.metrics import is_recomputation
+from moe_dispatch.dispatchers.meter import is_recomputation
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.types import Dispatched, InFlight, check_plain
 

@@ -32,7 +32,7 @@ from moe_dispatch.backends.base import BackendContext, BackendOptions, Constrain
 from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.communication import Communicator, control_device, device_types, own_device, raise_alike
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers.metrics import Meter
+from moe_dispatch.dispatchers.meter import Meter
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, shape_of
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, StateError
 from moe_dispatch.permutation import choose_permutation

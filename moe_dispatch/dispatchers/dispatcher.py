@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, TypeVar, cast, final, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, final, overload
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,16 @@ from moe_dispatch._slots import Placement, load_slot_options
 from moe_dispatch._tracing import real_tensors, traced_calls
 from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import autograd, checks, overflow
+from moe_dispatch.dispatchers import autograd, checks
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
 from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel, profiler_range
-from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
-from moe_dispatch.dispatchers.overflow import RequiredCapacity
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
 from moe_dispatch.layouts import BSHD, Layout, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
+
+if TYPE_CHECKING:
+    from moe_dispatch.dispatchers.metrics import Metrics
+    from moe_dispatch.dispatchers.overflow import RequiredCapacity
 
 Result = TypeVar("Result")
 Carry = Mapping[str, Tensor] | None
@@ -424,6 +426,8 @@ class Dispatcher(nn.Module):
         Args:
             gather: Whether to return totals of all ranks of the group, which is collective, or of this rank only.
         """
+        from moe_dispatch.dispatchers.metrics import read_metrics  # noqa: PLC0415 - calls never need it
+
         return read_metrics(self._channel, gather=gather)
 
     def expert_counts(self) -> Tensor:
@@ -479,6 +483,8 @@ class Dispatcher(nn.Module):
                 capacity that would be enough.
             StateError: The config is not graph_safe.
         """
+        from moe_dispatch.dispatchers import overflow  # noqa: PLC0415
+
         return overflow.check(self._channel)
 
     def required_capacity(self) -> RequiredCapacity:
@@ -487,6 +493,8 @@ class Dispatcher(nn.Module):
         Raises:
             StateError: The config is not graph_safe. An overflow raises nothing here.
         """
+        from moe_dispatch.dispatchers import overflow  # noqa: PLC0415
+
         return overflow.required(self._channel)
 
     def grow(self, *, headroom: float = 1.125) -> RequiredCapacity:
@@ -506,6 +514,8 @@ class Dispatcher(nn.Module):
             InputError: ``headroom`` is outside 1..1024.
             StateError: The config is not graph_safe.
         """
+        from moe_dispatch.dispatchers import overflow  # noqa: PLC0415
+
         return overflow.grow(self._channel, headroom)
 
     def retry_on_overflow(
@@ -541,6 +551,8 @@ class Dispatcher(nn.Module):
         Cost: one all-reduce of four integers and one host sync a run and channel; with ``group``, one more of each a
         run.
         """
+        from moe_dispatch.dispatchers import overflow  # noqa: PLC0415
+
         channels = {dispatcher._channel.name: dispatcher._channel for dispatcher in (self, *others)}
         everyone = None if group is None else Communicator(group)
         return overflow.retry_on_overflow(list(channels.values()), step, everyone=everyone, headroom=headroom)

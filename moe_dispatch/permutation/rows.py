@@ -182,8 +182,13 @@ def as_words(rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 
 def consists_of(rows: Tensor, nbytes: int) -> bool:
     """Return whether every row is a whole number of aligned words of ``nbytes`` bytes."""
-    counts = (rows.shape[1], rows.stride(0), rows.storage_offset())
-    return rows.stride(1) == 1 and all(count * rows.itemsize % nbytes == 0 for count in counts)
+    size = rows.itemsize
+    return (
+        rows.stride(1) == 1
+        and rows.shape[1] * size % nbytes == 0
+        and rows.stride(0) * size % nbytes == 0
+        and rows.storage_offset() * size % nbytes == 0
+    )
 
 
 def row_blocks(out: Tensor) -> list[slice]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch._observers import Observer
-from moe_dispatch.dispatchers.metrics import is_recomputation
+from moe_dispatch.dispatchers.meter import is_recomputation
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Routing
 

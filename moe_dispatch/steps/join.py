@@ -36,7 +36,7 @@ from moe_dispatch.dispatchers.autograd import Departed
 from moe_dispatch.dispatchers.channel import Channel, open_channels, standing_in
 from moe_dispatch.dispatchers.checks import ROW_DTYPES, check_combine
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, receive
-from moe_dispatch.dispatchers.metrics import is_recomputation
+from moe_dispatch.dispatchers.meter import is_recomputation
 from moe_dispatch.errors import ConfigError, InputError, LostPeerError, MoEDispatchError, PeerError, StateError
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Sizes

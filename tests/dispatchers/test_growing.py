@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.dispatchers.metrics import Meter
+from moe_dispatch.dispatchers.meter import Meter
 from moe_dispatch.errors import CapacityError, ConfigError, InputError, StateError
 from moe_dispatch_testing import run_processes
 from moe_dispatch_testing.ranks import thread_group
