@@ -393,7 +393,7 @@ def on_parts(rank: int) -> dict[str, float]:
     for block in model:
         y = page().OnParts(block, mesh["tp"])(y, layout)
     y.square().mean().backward()
-    page().average_gradients_of_parts(model, mesh)
+    page().average_gradients(model, mesh)
     whole_x = [inputs(data)[0].requires_grad_() for data in range(2)]
     for data, x_ in enumerate(whole_x):
         valid_T = inputs(data)[1].valid_T(x_.shape[0] * x_.shape[1])

@@ -180,12 +180,12 @@ def test_code_of_the_page_runs() -> None:
     torch.manual_seed(0)
     names = run_page("replay.md")
     assert names["metrics"].slots_replayed["layers.0"] == 9 * 2  # the tokens of both sequences but the last ones
-    table = names["table"]
-    ids = torch.cat([names["output"]["uid-1"], torch.full((1, 3, 2), -1)]).int()
-    record: dict[str, Any] = {
-        "key": "uid-1",
-        "valid_length": 4,
-        "routed_experts": {"valid_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest()},
-    }
-    assert names["agrees"](table, record)
-    assert not names["agrees"](table, {**record, "key": "uid-0"})
+
+
+def test_entries_have_the_hash_of_a_trace_of_nemo_rl() -> None:
+    """Its r3_trace_*.jsonl has the sha256 of the ids of a sequence, with -1 for its last position."""
+    ids = torch.stack([torch.randperm(8)[:2] for _ in range(9)]).view(3, 3, 2)
+    table = RoutingTable({"uid-1": ids}, num_experts=8, last_missing=True)
+    sent = torch.cat([ids, torch.full((1, 3, 2), -1)]).int()
+    entries = table.entries("uid-1").clamp(min=-1).int().contiguous()
+    assert hashlib.sha256(entries.numpy().tobytes()).digest() == hashlib.sha256(sent.numpy().tobytes()).digest()
