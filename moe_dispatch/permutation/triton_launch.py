@@ -15,6 +15,9 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 _MOST = 4096
+_READ = {"3.6", "3.7"}
+"""Versions of Triton whose own launch a ``Kernel`` repeats. It is not public, so others launch by themselves."""
+
 _runtime: Any = triton.knobs.runtime
 
 
@@ -45,7 +48,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
         # Profilers set hooks, which Triton calls.
         if found is None or getattr(hook := _runtime.launch_enter_hook, "calls", hook):
             compiled = self.run(*args, grid=grid, warmup=False, **options)
-            if torch.version.hip is None:  # there, code also depends on the size of memory
+            # On AMD devices, code also depends on the size of memory.
+            if torch.version.hip is None and triton.__version__.rpartition(".")[0] in _READ:
                 if len(self._known) == _MOST:
                     self._known.clear()
                 shapes = [options[name] for name in self.arg_names[len(args) :]]

@@ -80,3 +80,13 @@ def test_memory_of_kinds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for stride in range(2, 12):
         kernel[(1,)](out, None, out, 1, stride, block=16)
         assert 0 < len(kernel._known) <= 3
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.8.0", "4.0.0"])
+def test_other_versions_of_triton_launch_by_themselves(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    kernel, out = Kernel(sum_kernel, **SIZES), torch.empty(16, device="cuda")
+    for count in (1, 2):
+        kernel[(1,)](torch.zeros(16, device="cuda"), None, out, count, 3, block=16)
+        assert out.tolist() == [3.0 + count] * 16
+    assert not kernel._known
