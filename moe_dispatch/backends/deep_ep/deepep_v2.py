@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -274,10 +274,10 @@ class ElasticDeepEP(DeepEP):
         if not shape.graph_safe:
             self.require_counts(raw.num_recv_tokens_per_expert_list, lambda: padded_L)
         route = ExpertMajorRoute(
-            shape=shape,
+            context=self.context,
             spread=partial(self.send_again, handle=handle),
             collect=partial(self.combine, handle=handle),
-            is_real=partial(_real_rows, padded_L, real_L, len(weights_R)),
+            is_real=cache(partial(_real_rows, padded_L, real_L, len(weights_R))),
         )
         return Arrived(
             rows=route.arrived(payload),

@@ -14,10 +14,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import MoEShape, Route
+from moe_dispatch.backends.base import BackendContext, Route
 from moe_dispatch.backends.deep_ep.rank_rows import Payload, pack, unpack
 from moe_dispatch.backends.wire import Encoded
-from moe_dispatch.permutation import Permutation, accumulation_dtype, choose_permutation
+from moe_dispatch.permutation import accumulation_dtype
 
 
 @final
@@ -26,7 +26,7 @@ class ExpertMajorRoute(Route):
     """The two moves of the library, with the handle of one dispatch.
 
     Attributes:
-        shape: Shape of the dispatch.
+        context: Context of the backend.
         spread: Function that sends rows (T, D) the way of the dispatch: (R, D) in the same form.
         collect: Function that brings bfloat16 expert rows (R, D) back, and adds the rows of each token: (T, D). With
             values, float32 (R,), it also brings one value per expert row back to its slot: (T, K), 0 for slots that go
@@ -35,7 +35,7 @@ class ExpertMajorRoute(Route):
             the last expert.
     """
 
-    shape: MoEShape
+    context: BackendContext
     spread: Callable[[Payload], Payload]
     collect: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
     is_real: Callable[[], Tensor]
@@ -52,16 +52,18 @@ class ExpertMajorRoute(Route):
         rows_RD = self.arrived(payload)
         if isinstance(rows_RD, Tensor):
             return rows_RD.to(dtype)
-        return rows_RD if self.shape.quantised else rows_RD.decoded(dtype)
+        return rows_RD if self.context.shape.quantised else rows_RD.decoded(dtype)
 
     def send(self, rows_TD: Tensor) -> Tensor | Encoded:
-        return self.delivered(self.spread(pack(rows_TD, self.shape.wire_dtype)), rows_TD.dtype)
+        return self.delivered(self.spread(pack(rows_TD, self.context.shape.wire_dtype)), rows_TD.dtype)
 
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
         if weights_R is None:
             weighted_RD = rows_RD.bfloat16()
         else:
-            weighted_RD, _ = _kernels(rows_RD).weigh(rows_RD, weights_R, self.is_real, torch.bfloat16)
+            weighted_RD, _ = self.context.permutation_of(rows_RD).weigh(
+                rows_RD, weights_R, self.is_real, torch.bfloat16
+            )
         return self.collect(weighted_RD.contiguous(), None)[0].to(rows_RD.dtype)
 
     def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -74,17 +76,12 @@ class ExpertMajorRoute(Route):
     def combine_backward(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        arrived = self.arrived(self.spread(pack(grad_TD, self.shape.grad_wire_dtype)))
+        arrived = self.arrived(self.spread(pack(grad_TD, self.context.shape.grad_wire_dtype)))
         if weights_R is None:
             if isinstance(arrived, Tensor):
                 return arrived.to(grad_TD.dtype), None
             return arrived.gradient(grad_TD.dtype), None
         grad_RD = arrived if isinstance(arrived, Tensor) else arrived.decoded(accumulation_dtype(grad_TD.dtype))
-        return _kernels(grad_RD).weigh(
+        return self.context.permutation_of(grad_RD).weigh(
             grad_RD, weights_R, self.is_real, grad_TD.dtype, partners_RD=rows_RD, clears=True
         )
-
-
-def _kernels(rows_RD: Tensor) -> Permutation:
-    """Return the implementation that multiplies rows by weights: these backends leave the reorder to their library."""
-    return choose_permutation("auto", rows_RD.device.type)

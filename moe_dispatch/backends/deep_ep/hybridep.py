@@ -220,7 +220,7 @@ class HybridEP(LibraryBackend):
         if capacity is not None:  # behind the last expert, probabilities are anything
             is_real_R &= torch.arange(len(is_real_R), device=is_real_R.device) < edges[-1]
         route = ExpertMajorRoute(
-            shape=self.context.shape,
+            context=self.context,
             spread=partial(self.send_again, num_grouped=len(is_real_R), handle=handle),
             collect=partial(self.combine, ids_TK=ids_TK, handle=handle),
             is_real=lambda: is_real_R,
