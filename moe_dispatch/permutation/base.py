@@ -128,8 +128,7 @@ class Permutation(ABC):
             dtype: Dtype of the products. They are computed in ``accumulation_dtype``, and rounded once.
             partners_RD: (R, D), if the dot products of both rows are wanted: with gradients as rows and with the rows
                 of the forward as partners, they are the gradients of the weights. On padding they may hold anything.
-            clears: Whether products must be 0 on padding. If so, rows are 0 there. If not, rows and products may hold
-                anything there.
+            clears: Whether products must be 0 on padding. If not, they may hold anything there. Rows may in any case.
 
         Returns:
             The products, (R, D), and the dot products in the dtype of the weights, (R,), which are 0 on padding; None

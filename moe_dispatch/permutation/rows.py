@@ -125,11 +125,16 @@ class TorchPermutation(Permutation):
     ) -> tuple[Tensor, Tensor | None]:
         accumulate, dots_R = accumulation_dtype(rows_RD.dtype, dtype), None
         wide_RD = rows_RD.to(accumulate)
-        if partners_RD is not None:
-            # Padding of the partners may hold NaN, so its products are replaced by 0, not multiplied by 0.
-            dots_R = torch.linalg.vecdot(wide_RD, partners_RD.to(accumulate))
-            dots_R = torch.where(is_real(), dots_R, 0).to(weights_R.dtype)
-        return (wide_RD * weights_R.to(accumulate).unsqueeze(1)).to(dtype), dots_R
+        products_RD = (wide_RD * weights_R.to(accumulate).unsqueeze(1)).to(dtype)
+        if clears or partners_RD is not None:
+            # Padding may hold NaN, so its products are replaced by 0, not multiplied by 0.
+            is_real_R = is_real()
+            if partners_RD is not None:
+                dots_R = torch.linalg.vecdot(wide_RD, partners_RD.to(accumulate))
+                dots_R = torch.where(is_real_R, dots_R, 0).to(weights_R.dtype)
+            if clears:
+                products_RD.masked_fill_(~is_real_R.unsqueeze(1), 0)
+        return products_RD, dots_R
 
     def reduce(
         self,

@@ -153,6 +153,8 @@ def test_weigh_multiplies_real_rows_and_reads_no_others(
             products, none = permutation.weigh(rows_RD, weights_R, lambda: is_real_R, out)
             assert none is None
             assert torch.equal(products[is_real_R], expected[is_real_R].to(out))
+            cleared, _ = permutation.weigh(rows_RD, weights_R, lambda: is_real_R, out, clears=True)
+            assert torch.equal(cleared, torch.where(is_real_R.unsqueeze(1), expected, 0).to(out))
 
 
 @every

@@ -29,7 +29,6 @@ from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import WireSupport
 from moe_dispatch.communication import raise_alike, read_host
 from moe_dispatch.errors import ConfigError, StateError
-from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.permutation.index import round_up, running_total
 from moe_dispatch.types import Capacity, Sizes
 
@@ -132,8 +131,8 @@ class NcclEP(Backend):
     A slot with the id -1 goes nowhere. The header of the library promises nothing about such ids; all of its kernels
     that read ids skip those below 0. If a version does otherwise, an eager dispatch raises on the rank of the expert:
     with a plan because such a slot has a weight that no other has, and without one because more rows arrive than the
-    ranks have counted. In graph-safe mode nothing is read on the host. There the weight, -1.4e-45, adds nothing to a
-    result if the expert's output for such a row is finite; inf or NaN would reach the token.
+    ranks have counted. In graph-safe mode nothing is read on the host. There combine takes the output of such a row for
+    0; with ``weights="experts"``, the expert multiplies it by the weight, -1.4e-45.
 
     Cost: a host sync per eager dispatch, in the library, and another if sizes come without the ranks' counts; none in
     combine. ``send`` (``again=``) exchanges the ids again, and in eager mode has the library's host sync. A backward
@@ -268,7 +267,8 @@ class NcclEP(Backend):
         exchange = Exchange(self, ids_TK)
         rows_RD, weights_R = exchange.dispatch(rows_TD.bfloat16().contiguous(), _marked(weights_TK, ids_TK))
         padded_L = (exchange.buffer.tokens_per_expert + (pad - 1)) // pad * pad
-        is_real_R = (weights_R != 0) | torch.signbit(weights_R)
+        bits_R = weights_R.view(torch.int32)
+        is_real_R = bits_R != 0
         real_L = running_total(is_real_R).index_select(0, running_total(padded_L)).diff()
         total = exchange.buffer.total_recv_tokens
         return Arrived(
@@ -277,7 +277,7 @@ class NcclEP(Backend):
             tokens_per_expert=padded_L,
             real_tokens_per_expert=real_L,
             tokens_per_expert_list=None if capacity is not None else self._counted(padded_L, weights_R, sizes),
-            route=NcclEPRoute(exchange=exchange, is_real_R=is_real_R),
+            route=NcclEPRoute(context=self.context, exchange=exchange, is_token_R=is_real_R & (bits_R != _NOWHERE)),
             demand=None if capacity is None else self._demand(real_L, total, capacity),
         )
 
@@ -315,10 +315,11 @@ class NcclEP(Backend):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NcclEPRoute(Route):
-    """The exchange of one dispatch, and which of its rows are real, bool (R,): False on padding."""
+    """The exchange of one dispatch, and which of its rows are tokens, bool (R,): no padding, and no id of -1."""
 
+    context: BackendContext
     exchange: Exchange
-    is_real_R: Tensor
+    is_token_R: Tensor
 
     def send(self, rows_TD: Tensor) -> Tensor:
         return self.exchange.send(rows_TD.bfloat16().contiguous()).to(rows_TD.dtype)
@@ -326,13 +327,13 @@ class NcclEPRoute(Route):
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
         weighted_RD = rows_RD
         if weights_R is not None:
-            wide = accumulation_dtype(rows_RD.dtype)
-            weighted_RD = rows_RD.to(wide) * weights_R.to(wide).unsqueeze(1)
+            weigh = self.context.permutation_of(rows_RD).weigh
+            weighted_RD, _ = weigh(rows_RD, weights_R, lambda: self.is_token_R, torch.bfloat16, clears=True)
         return self.exchange.combine(weighted_RD.bfloat16().contiguous()).to(rows_RD.dtype)
 
     def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         sent_R = (
-            torch.zeros_like(self.is_real_R, dtype=torch.float32) if grad_R is None else grad_R.float().contiguous()
+            torch.zeros_like(self.is_token_R, dtype=torch.float32) if grad_R is None else grad_R.float().contiguous()
         )
         grad_TD, grad_TK = self.exchange.dispatch_backward(grad_RD.bfloat16().contiguous(), sent_R)
         return grad_TD.to(grad_RD.dtype), None if grad_R is None else grad_TK.to(grad_R.dtype)
@@ -340,16 +341,12 @@ class NcclEPRoute(Route):
     def combine_backward(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        arrived_RD = self.exchange.combine_backward(grad_TD.bfloat16().contiguous(), len(self.is_real_R))
+        arrived_RD = self.exchange.combine_backward(grad_TD.bfloat16().contiguous(), len(self.is_token_R))
         if weights_R is None:
             return arrived_RD.to(grad_TD.dtype), None
-        wide, dots_R = accumulation_dtype(grad_TD.dtype), None
-        grad_RD = arrived_RD.to(wide)
-        if rows_RD is not None:
-            # Padding of the outputs may hold NaN, so its products are replaced by 0, not multiplied by 0.
-            products_R = torch.linalg.vecdot(grad_RD, rows_RD.to(wide))
-            dots_R = torch.where(self.is_real_R, products_R, 0).to(weights_R.dtype)
-        return (grad_RD * weights_R.to(wide).unsqueeze(1)).to(grad_TD.dtype), dots_R
+        return self.context.permutation_of(arrived_RD).weigh(
+            arrived_RD, weights_R, lambda: self.is_token_R, grad_TD.dtype, partners_RD=rows_RD, clears=True
+        )
 
 
 def _check_group(group: dist.ProcessGroup | None) -> None:
