@@ -96,6 +96,8 @@ def bytes_table() -> str:
             for verb, aim in zip(VERBS, setting.aims, strict=True)
         )
         lines.append([f"`{backend}`", mode, *cells])
+    for backend, mode in budget_of_bytes.MANY_RANKS:
+        lines.append([f"`{backend}`", mode, f"{budget[f'{backend} {mode}']['dispatch']:.2f}", "", "", ""])
     return _markdown(lines)
 
 

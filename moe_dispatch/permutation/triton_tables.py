@@ -24,10 +24,13 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_dispatch.communication import to_device
+from moe_dispatch.permutation import index
 from moe_dispatch.permutation.index import SlotIndex, kept_keys, round_up
 from moe_dispatch.permutation.triton_launch import cdiv, kernel, next_power_of_2
 
 _BLOCK = 1024
+_MOST_BLOCKS = 128  # up to here, each program adds up the counts of all blocks
+_MOST_COLUMNS = 1024  # a program compares slots with so many keys at most; with more, a sort costs less
 _OPTIONS: Any = {"block": _BLOCK, "num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -40,6 +43,36 @@ def _columns(keys, slot, end, row_stride, top_k, first, num_entries, columns: tl
     entry = tl.where(has_key, key, num_entries)
     is_its = (entry[:, None] == tl.arange(0, columns)[None, :]) & inside[:, None]
     return has_key, is_its.to(tl.int32)
+
+
+@kernel(do_not_specialize=["num_blocks"])
+def running_kernel(table, num_blocks, width, columns: tl.constexpr, block: tl.constexpr):
+    """Replace the counts of each block by their sums over the blocks before it. The row behind gets the totals."""
+    column = (tl.program_id(0) * columns + tl.arange(0, columns)).to(tl.int64)[None, :]
+    total = tl.zeros((columns,), tl.int32)
+    for begin in range(0, num_blocks + 1, block):
+        number = begin + tl.arange(0, block)[:, None]
+        at = table + number * width + column
+        count = tl.load(at, mask=number < num_blocks, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(count, 0) - count, mask=number <= num_blocks)
+        total += tl.sum(count, 0)
+
+
+@triton.jit
+def _sums(table, num_blocks, is_running, width: tl.constexpr, columns: tl.constexpr):
+    """Return the sums of a table of counts over the blocks before this one, and over all, int64 (columns,) each."""
+    column = tl.arange(0, columns)
+    before, total = tl.zeros((columns,), tl.int64), tl.zeros((columns,), tl.int64)
+    if is_running:
+        before += tl.load(table + tl.minimum(tl.program_id(0), num_blocks) * width + column)
+        total += tl.load(table + num_blocks * width + column)
+    else:
+        for begin in range(0, num_blocks, 16):
+            number = begin + tl.arange(0, 16)[:, None]
+            count = tl.load(table + number * width + column[None, :], mask=number < num_blocks, other=0).to(tl.int64)
+            total += tl.sum(count, 0)
+            before += tl.sum(tl.where(number < tl.program_id(0), count, 0), 0)
+    return before, total
 
 
 @kernel(do_not_specialize=["num_slots", "first"])
@@ -66,7 +99,7 @@ def count_kernel(
     tl.store(table + tl.program_id(0) * columns + tl.arange(0, columns), count)
 
 
-@kernel(do_not_specialize=["num_slots", "first", "num_blocks", "num_rows", "grouped"])
+@kernel(do_not_specialize=["num_slots", "first", "num_blocks", "is_running", "num_rows", "grouped"])
 def place_kernel(
     keys,
     table,
@@ -87,6 +120,7 @@ def place_kernel(
     first,
     num_entries,
     num_blocks,
+    is_running,
     num_rows,
     grouped,
     entries,
@@ -98,19 +132,13 @@ def place_kernel(
     step: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Write the tables of a ``SlotIndex``, from the counts of ``count_kernel``.
+    """Write the tables of a ``SlotIndex``, from the counts of ``count_kernel`` or the sums of ``running_kernel``.
 
     The first programs place a block of slots each. The programs behind them write the padding of 8 keys each. With a
     fixed size, all of them write what stands where no slot is placed.
     """
-    column, number = tl.arange(0, columns), tl.arange(0, 16)[:, None]
-    before, total = tl.zeros((columns,), tl.int64), tl.zeros((columns,), tl.int64)
-    for at in range(0, num_blocks, 16):
-        of_block = at + number
-        to = of_block * columns + column[None, :]
-        count = tl.load(table + to, mask=of_block < num_blocks, other=0).to(tl.int64)
-        total += tl.sum(count, 0)
-        before += tl.sum(tl.where(of_block < tl.program_id(0), count, 0), 0)
+    column = tl.arange(0, columns)
+    before, total = _sums(table, num_blocks, is_running, columns, columns)
     is_key = column < num_entries
     num_real = tl.sum(tl.where(is_key, total, 0))
     gap = tl.where(is_key, (multiple - total % multiple) % multiple, 0)
@@ -295,8 +323,7 @@ def _pairs(ids, row, num_rows, row_stride, top_k, first, experts, size, targets:
 @kernel(do_not_specialize=["num_rows", "first"])
 def pairs_kernel(
     ids,
-    pairs,
-    slots,
+    table,
     counts,
     mark,
     num_rows,
@@ -306,20 +333,23 @@ def pairs_kernel(
     experts,
     size,
     width,
+    fixed: tl.constexpr,
     targets: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Count, for each block of rows and each rank, the rows that have an expert there, and their slots there.
+    """Count, for each block of rows and each rank, the rows that have an expert there.
 
+    With a fixed size, the columns behind these counts get the slots that have an expert there.
     With ``counts``, also add the slots of each expert to its column of the row of its rank, and the rows of the rank to
     the column behind them. ``mark`` is added there once, times 2**40.
     """
     row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     found = _pairs(ids, row, num_rows, row_stride, top_k, first, experts, size, targets, block)
     target, rows = tl.arange(0, targets), tl.sum((found > 0).to(tl.int32), 0)
-    to = tl.program_id(0).to(tl.int64) * targets + target
-    tl.store(pairs + to, rows)
-    tl.store(slots + to, tl.sum(found, 0))
+    to = tl.program_id(0).to(tl.int64) * (2 * targets if fixed else targets) + target
+    tl.store(table + to, rows)
+    if fixed:
+        tl.store(table + to + targets, tl.sum(found, 0))
     if counts is not None:
         for k in range(top_k):
             expert = tl.load(ids + row * row_stride + k, mask=row < num_rows, other=-1).to(tl.int64) - first
@@ -332,11 +362,10 @@ def pairs_kernel(
         tl.atomic_add(counts + target * width + experts, added, mask=(target < size) & (added != 0))
 
 
-@kernel(do_not_specialize=["num_rows", "first", "num_blocks", "pair_rows"])
+@kernel(do_not_specialize=["num_rows", "first", "num_blocks", "is_running", "pair_rows"])
 def places_kernel(
     ids,
-    pairs,
-    slots,
+    table,
     source,
     member,
     cu,
@@ -349,6 +378,7 @@ def places_kernel(
     experts,
     size,
     num_blocks,
+    is_running,
     pair_rows,
     fixed: tl.constexpr,
     targets: tl.constexpr,
@@ -356,20 +386,14 @@ def places_kernel(
 ):
     """Give each pair of a row and a rank its place among the packets, from the counts of ``pairs_kernel``.
 
+    Or from their sums, if ``running_kernel`` has put these in their place.
+
     With a fixed size, a rank has ``pair_rows`` places, and ``source`` gets -1 for those that stay empty.
     """
     row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    target, step = tl.arange(0, targets), tl.arange(0, 16)[:, None]
-    before, total = tl.zeros((targets,), tl.int64), tl.zeros((targets,), tl.int64)
-    of_slots = tl.zeros((targets,), tl.int64)
-    for begin in range(0, num_blocks, 16):
-        number = begin + step
-        at, inside = number * targets + target[None, :], number < num_blocks
-        count = tl.load(pairs + at, mask=inside, other=0).to(tl.int64)
-        total += tl.sum(count, 0)
-        before += tl.sum(tl.where(number < tl.program_id(0), count, 0), 0)
-        if fixed:
-            of_slots += tl.sum(tl.load(slots + at, mask=inside, other=0).to(tl.int64), 0)
+    target = tl.arange(0, targets)
+    columns: tl.constexpr = 2 * targets if fixed else targets
+    before, total = _sums(table, num_blocks, is_running, columns, targets)
     if fixed:
         begins = target.to(tl.int64) * pair_rows
         empty = (row[:, None] >= total[None, :]) & (row[:, None] < pair_rows) & (target[None, :] < size)
@@ -386,7 +410,9 @@ def places_kernel(
     tl.store(cu + row, edge, mask=row <= num_rows)
     if fixed:
         tl.store(busiest, tl.max(total, 0), mask=tl.program_id(0) == 0)
-        tl.store(slots_of + target, of_slots, mask=(target < size) & (tl.program_id(0) == 0))
+        if tl.program_id(0) == 0:
+            _, of_slots = _sums(table + targets, num_blocks, is_running, columns, targets)
+            tl.store(slots_of + target, of_slots, mask=target < size)
 
 
 @kernel(do_not_specialize=["num_places", "pair_rows"])
@@ -435,7 +461,13 @@ def group_slots(
     entries_per_key: int = 1,
     real_L: Tensor | None = None,
 ) -> SlotIndex:
-    """Do what ``index.group_slots`` does. Cost: two launches; with ``entries_per_key``, a copy from pinned memory."""
+    """Do what ``index.group_slots`` does. Cost: two launches; three for many slots; a sort for 1024 or more entries.
+
+    With ``entries_per_key``, also a copy from pinned memory.
+    """
+    if len(counts) * entries_per_key >= _MOST_COLUMNS:
+        given: Any = {"first": first, "entries_per_key": entries_per_key, "real_L": real_L}
+        return index.group_slots(keys_SK, counts, pad_multiple, **given)
     sizes, of_keys, shifts = (sum(counts), sum(round_up(count, pad_multiple) for count in counts)), None, None
     if entries_per_key > 1:
         padded = [round_up(count, pad_multiple) for count in counts]
@@ -455,13 +487,16 @@ def group_statically(
     weights_SK: Tensor | None,
     first: int = 0,
 ) -> SlotIndex:
-    """Do what ``index.group_statically`` does. Cost: two launches; more, and a sort, to drop slots."""
+    """Do what ``index.group_statically`` does. Cost: as in ``group_slots``; more, and a sort, to drop slots."""
+    if num_keys >= _MOST_COLUMNS:
+        sizes = {"rows": rows, "buffer_rows": buffer_rows, "pad_multiple": pad_multiple}
+        return index.group_statically(keys_SK, num_keys, weights_SK=weights_SK, first=first, **sizes)
     wanted = None
     if weights_SK is not None:
         kept_N, wanted = kept_keys(keys_SK - first, num_keys, weights_SK, rows)
         keys_SK, first = kept_N.view(keys_SK.shape), 0
-    index = _group((keys_SK, first, num_keys, 1), (keys_SK.numel(), buffer_rows), pad_multiple)
-    return index if wanted is None else replace(index, needed=wanted)
+    found = _group((keys_SK, first, num_keys, 1), (keys_SK.numel(), buffer_rows), pad_multiple)
+    return found if wanted is None else replace(found, needed=wanted)
 
 
 def _group(
@@ -494,15 +529,17 @@ def _group(
     needed, counted = new(()) if fixed else None, of_keys is None
     real_L, padded_L = new(2, num_keys).unbind() if of_keys is None else of_keys
     columns, num_blocks = next_power_of_2(num_keys * entries + 1), max(1, cdiv(num_slots, _BLOCK))
-    table = torch.empty(num_blocks, columns, dtype=torch.int32, device=keys_SK.device)
+    table = torch.empty(num_blocks + 1, columns, dtype=torch.int32, device=keys_SK.device)
     given = (num_slots, keys_SK.stride(0), top_k, first, num_keys * entries)
     # A step compares each of its slots with each column.
-    shapes: Any = {"columns": columns, "step": min(256, max(16, 4096 // columns)), **_OPTIONS}
+    step = min(128, max(16, 2048 // columns))
+    shapes: Any = {"columns": columns, "step": step, **_OPTIONS, "num_warps": _warps(step * columns)}
     count_kernel[(num_blocks,)](keys_SK, table, *given, **shapes)
+    is_running = _sum_over_blocks(table)
     place_kernel[(num_blocks + (cdiv(num_keys, 8) if is_padded else 0),)](
         *(keys_SK, table, shifts, slot_N, source_R, filled_R, position_N, byrow_N, cu_S, padding),
         *((real_L, padded_L) if counted else (None, None)),
-        *(needed, *given, num_blocks, num_rows, grouped, entries, pad_multiple),
+        *(needed, *given, num_blocks, is_running, num_rows, grouped, entries, pad_multiple),
         is_padded=is_padded,
         fixed=fixed,
         gaps=next_power_of_2(pad_multiple),
@@ -525,6 +562,25 @@ def _group(
         padded_L=padded_L,
         needed=needed,
     )
+
+
+def _sum_over_blocks(table: Tensor) -> int:
+    """Launch ``running_kernel`` if there are many blocks, (B + 1, columns). Return 1 if it was launched, else 0.
+
+    Else each program adds up the table, which reads B**2 rows of it but saves the launch.
+    """
+    num_blocks, width = table.shape[0] - 1, table.shape[1]
+    if num_blocks <= _MOST_BLOCKS:
+        return 0
+    columns = min(16, width)
+    options: Any = {"columns": columns, **_OPTIONS, "block": 128}
+    running_kernel[(width // columns,)](table, num_blocks, width, **options)
+    return 1
+
+
+def _warps(numbers: int) -> int:
+    """Return the number of warps of a program whose largest table has so many numbers, 16 for each lane."""
+    return min(16, max(4, numbers // 512))
 
 
 def merge_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]:
@@ -651,26 +707,27 @@ def send_places(
         and the number of slots of each rank, int64 (P,). ``source_B`` is -1 in places that stay empty. Without
         ``pair_rows``, the first two are as long as if all slots of a row had experts on different ranks.
 
-    Cost: two launches.
+    Cost: two launches; three for many rows.
     """
     (num_rows, top_k), new = ids_TK.shape, partial(torch.empty, dtype=torch.int64, device=ids_TK.device)
     targets, fixed = next_power_of_2(size), pair_rows is not None
-    block = min(128, max(16, 4096 // targets))
+    block = max(1, min(128, 4096 // targets))
     num_blocks = cdiv(max(num_rows + 1, pair_rows or 0), block)
-    # Views of one tensor would be aligned for some numbers of blocks only, and Triton would compile the kernels anew.
-    pairs, slots = (torch.empty(num_blocks, targets, dtype=torch.int32, device=ids_TK.device) for _ in range(2))
+    table = torch.empty(num_blocks + 1, (1 + fixed) * targets, dtype=torch.int32, device=ids_TK.device)
     source_B = new(num_rows * min(size, top_k) if pair_rows is None else size * pair_rows)
     member_B, cu_T = new(num_rows * (size if fixed else min(size, top_k))), new(num_rows + 1)
     busiest, slots_P = (new(()), new(size)) if fixed else (None, None)
-    shapes: Any = {"targets": targets, "block": block, "num_warps": 4, "enable_fp_fusion": False}
+    shapes: Any = {"fixed": fixed, "targets": targets, "block": block, "num_warps": _warps(2 * targets * block)}
+    shapes["enable_fp_fusion"] = False
     if ids_TK.stride(1) != 1:
         ids_TK = ids_TK.contiguous()
     given = (num_rows, ids_TK.stride(0), top_k, first, experts, size)
     width = 0 if counts is None else counts.shape[1]
-    pairs_kernel[(num_blocks,)](ids_TK, pairs, slots, counts, mark, *given, width, **shapes)
+    pairs_kernel[(num_blocks,)](ids_TK, table, counts, mark, *given, width, **shapes)
+    is_running = _sum_over_blocks(table)
     places_kernel[(num_blocks,)](
-        *(ids_TK, pairs, slots, source_B, member_B, cu_T, busiest, slots_P, *given, num_blocks, pair_rows or 0),
-        fixed=fixed,
+        *(ids_TK, table, source_B, member_B, cu_T, busiest, slots_P, *given, num_blocks, is_running),
+        pair_rows or 0,
         **shapes,
     )
     found = source_B, member_B, cu_T

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_dispatch.backends.alltoall.backend import rank_members
 from moe_dispatch.backends.alltoall.fixed import SendTable, send_table
 from moe_dispatch.backends.wire import packet_format, row_format
-from moe_dispatch.permutation import SlotIndex, TorchPermutation, choose_permutation
+from moe_dispatch.permutation import SlotIndex, TorchPermutation, choose_permutation, triton_tables
 from moe_dispatch.permutation.triton_rows import TritonPermutation
 from tests.backends.permutations import INTERPRETED
 
@@ -99,6 +99,26 @@ def test_groups_statically_as_torch_does(
     expect_equal(found, expected)
 
 
+# Two blocks of slots, at the largest number of blocks of which each program adds up the counts, and above it. From 1024
+# keys on, slots are sorted.
+@pytest.mark.parametrize("most_blocks", [1, 2])
+@pytest.mark.parametrize("num_keys", [64, 256, 1000, 1023, 1024])
+def test_groups_many_slots_and_keys_as_torch_does(
+    num_keys: int, most_blocks: int, kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every third key has no slot."""
+    monkeypatch.setattr(triton_tables, "_MOST_BLOCKS", most_blocks)
+    keys_SK = keys_of(130, 8, num_keys)
+    keys_SK = torch.where(keys_SK % 3 == 1, -1, keys_SK)
+    counts = torch.bincount(keys_SK[(keys_SK >= 0) & (keys_SK < num_keys)], minlength=num_keys).tolist()
+    rows = keys_SK.numel()
+    sizes = {"rows": rows, "buffer_rows": rows + 4 * num_keys, "pad_multiple": 4, "weights_SK": None}
+    expect_equal(
+        kernels.group_statically(keys_SK, num_keys, **sizes), tables.group_statically(keys_SK, num_keys, **sizes)
+    )
+    expect_equal(kernels.group_slots(keys_SK, counts, 4), tables.group_slots(keys_SK, counts, 4))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(0, 2, 3), (7, 3, 2), (600, 8, 4)], ids=str)
 def test_merges_slots_as_torch_does(shape: tuple[int, int, int], dtype: torch.dtype, kernels: Any) -> None:
@@ -143,11 +163,23 @@ def test_counts_owners_as_torch_does(rows: int, width: int, kernels: Any) -> Non
     assert torch.equal(counts, expected.view(-1))
 
 
-# Rows, slots of a row, experts of a rank, ranks, and places for a pair. No rows; one rank; more than a program.
-@pytest.mark.parametrize("shape", [(0, 2, 3, 2, 1), (5, 3, 2, 1, 5), (7, 3, 4, 3, 9), (700, 2, 2, 4, 700)], ids=str)
+# Rows, slots of a row, experts of a rank, ranks, and places for a pair. No rows; one rank; more than a program; 128
+# blocks, up to which each program adds up the counts of all of them, and 129; one block; more places than rows.
+MANY = [
+    (2047, 8, 2, 256, 2048),
+    (2048, 8, 2, 256, 2048),
+    (3, 2, 2, 256, 9),
+    (600, 4, 1, 1000, 700),
+    (60, 2, 1, 1500, 60),
+]
+PAIRS = [(0, 2, 3, 2, 1), (5, 3, 2, 1, 5), (7, 3, 4, 3, 9), (700, 2, 2, 4, 700), *MANY, (9, 8, 2, 64, 8192)]
+
+
+@pytest.mark.parametrize("shape", PAIRS, ids=str)
 def test_gives_rows_their_places_as_torch_does(shape: tuple[int, int, int, int, int], kernels: Any) -> None:
     rows, top_k, experts, size, pair_rows = shape
     ids_TK = torch.randint(-1, experts * size, (rows, top_k), generator=torch.Generator().manual_seed(rows))
+    ids_TK[ids_TK // experts % 5 == 3] = -1  # ranks without rows
     owner_TK, counts = tables.count_owners(ids_TK, experts, experts, (1 + size) * experts, graph_safe=True)
     weights_TK = torch.ones(rows, top_k)
     if rows:
@@ -165,7 +197,11 @@ def test_gives_rows_their_places_as_torch_does(shape: tuple[int, int, int, int, 
 
 
 # Rows, slots of a row, experts of a rank, ranks, and the first expert. Ids before and behind those of the ranks.
-@pytest.mark.parametrize("shape", [(0, 2, 3, 2, 0), (5, 3, 2, 1, 4), (7, 3, 4, 3, 2), (700, 2, 2, 4, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(0, 2, 3, 2, 0), (5, 3, 2, 1, 4), (7, 3, 4, 3, 2), (700, 2, 2, 4, 1), *((*each[:4], 5) for each in MANY)],
+    ids=str,
+)
 def test_gives_exactly_the_rows_their_places(shape: tuple[int, int, int, int, int], kernels: Any) -> None:
     rows, top_k, experts, size, first = shape
     generator = torch.Generator().manual_seed(rows)

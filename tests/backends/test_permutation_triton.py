@@ -37,7 +37,7 @@ PAIRS = [  # dtypes of the rows that are read and of those that are written
     (torch.float64, torch.bfloat16),
 ]
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}
-POINTERS |= {torch.bool: "*i1", torch.uint8: "*u8"}
+POINTERS |= {torch.bool: "*i1", torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32"}
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def launch_everything(rows_dtype: torch.dtype, out_dtype: torch.dtype, width: in
 
 
 def compiled(kernel: Any, launch: tuple[tuple[Any, ...], dict[str, Any]], capability: int) -> Any:
-    """As at a launch: what is None or 1 is a constant, and what 16 divides is known to be so."""
+    """As at a launch: None and 1 are constants, and what 16 divides is known to be so, unless it may change."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -147,11 +147,12 @@ def compiled(kernel: Any, launch: tuple[tuple[Any, ...], dict[str, Any]], capabi
     signature, constants, attributes = {}, {}, {}
     for at, name in enumerate(kernel.arg_names):
         value = given[name]
-        if name in options or value is None or (isinstance(value, int) and value == 1):
+        is_special = not kernel.params[at].do_not_specialize
+        if name in options or value is None or (is_special and isinstance(value, int) and value == 1):
             signature[name], constants[name] = "constexpr", value
             continue
         signature[name] = POINTERS.get(value.dtype, "*i64") if isinstance(value, Tensor) else "i32"
-        if isinstance(value, Tensor) or value % 16 == 0:
+        if is_special and (isinstance(value, Tensor) or value % 16 == 0):
             attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     compiler_options = {name: value for name, value in options.items() if name not in kernel.arg_names}
@@ -263,6 +264,63 @@ def test_machine_code_is_what_the_docstrings_say(width: int, kernels: dict[str, 
         if name == "sum_bags_kernel":
             assert "fma.rn.f32" in ptx
             assert "mul.f32" not in ptx
+
+
+LONG = 8192  # rows of a rank, with 8 slots each
+
+
+def places_of_ranks(tables: Any, size: int, pair_rows: int | None) -> None:
+    counts = torch.zeros(size, 8, dtype=torch.int64)
+    ids_TK = torch.zeros(LONG, 8, dtype=torch.int64)
+    tables.send_places(ids_TK, 4, size, pair_rows=pair_rows, counts=counts, mark=counts[0, 0])
+
+
+def groups_of_keys(tables: Any, num_keys: int, *, fixed: bool) -> None:
+    keys_SK, rows = torch.zeros(2 * LONG + 1, 8, dtype=torch.int16), 16 * LONG + 8
+    if fixed:
+        sizes = {"rows": rows, "buffer_rows": rows + 16 * num_keys, "pad_multiple": 16}
+        tables.group_statically(keys_SK, num_keys, weights_SK=None, **sizes)
+    else:
+        tables.group_slots(keys_SK, [rows, *[0] * (num_keys - 1)], 16)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("makes", "count"),
+    [
+        (places_of_ranks, 64),
+        (groups_of_keys, 64),
+        *(pytest.param(places_of_ranks, size, marks=pytest.mark.slow) for size in (1, 8, 32, 256, 1000)),
+        *(pytest.param(groups_of_keys, size, marks=pytest.mark.slow) for size in (1, 8, 256, 1000)),
+    ],
+)
+def test_tables_of_many_ranks_and_experts_fit_the_registers(makes: Any, count: int, record: Record) -> None:
+    """A lane has 255 registers. What does not fit is spilled to memory."""
+    from moe_dispatch.permutation import triton_tables
+
+    ptxas = Path(installed.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    if not ptxas.exists():
+        pytest.skip(f"this build of Triton has no ptxas at {ptxas.name}")
+    names = ("count_kernel", "place_kernel", "pairs_kernel", "places_kernel", "running_kernel")
+    found, most = record(triton_tables, *names), {"place_kernel": 224, "running_kernel": 80}
+    if makes is places_of_ranks:
+        for pair_rows in (None, LONG):
+            places_of_ranks(triton_tables, count, pair_rows)
+    else:
+        for fixed in (False, True):
+            groups_of_keys(triton_tables, count, fixed=fixed)
+    launches = [(name, launch) for name, (_, recorder) in found.items() for launch in recorder.launches]
+    many = makes is groups_of_keys or count >= 64
+    assert len(launches) == (6 if many else 4)
+    for name, launch in launches:
+        ptx = compiled(found[name][0], launch, 90).asm["ptx"]
+        command = [str(ptxas), "-arch=sm_90a", "-v", "-", "-o", os.devnull]
+        told = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+        spilled, used = (
+            int(re.findall(pattern, told)[0]) for pattern in (r"(\d+) bytes spill stores", r"Used (\d+) reg")
+        )
+        assert spilled <= 32, f"{name} {launch[1]}"
+        assert used <= most.get(name, 144), f"{name} {launch[1]}"
 
 
 def narrow_accesses(dtype: torch.dtype, stride: int, kernels: dict[str, tuple[Any, Recorder]]) -> list[str]:

@@ -75,6 +75,11 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("deepep-expand", "graph-safe"): Setting(EXPAND_SAFE, 1, "around_library", SAFE, _APPLIED, "v2-2.1.0"),
 }
 
+# By the backend and the mode in the table, numbers of ranks that cannot be simulated. Only the tables of a dispatch of
+# ``ROWS`` rows on one of them are made and counted.
+MANY_RANKS = {("alltoall", "64-ranks"): 64, ("alltoall", "256-ranks"): 256}
+ROWS, LOCAL_EXPERTS = 8192, 4
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -107,6 +112,32 @@ def measure(setting: Setting) -> dict[str, Measured]:
     release, recorder = setting.release, Recorder(setting.ranks, traffic)
     with nullcontext(list[str]()) if release is None else deep_ep_on_devices(release) as calls:
         return NcclRanks().run(lambda group: _on_rank(group, recorder, setting, calls), setting.ranks)[0]
+
+
+def measure_tables(ranks: int) -> Measured:
+    """Return what a dispatch touches on one of many ranks: it makes its tables, and moves rows at their floor."""
+    import torch
+
+    from moe_dispatch.permutation import choose_permutation
+    from tests.simulated_cuda import floor
+    from tests.simulated_cuda.traffic import traffic
+
+    kernels, generator = choose_permutation("auto", "cuda"), torch.Generator().manual_seed(0)
+    assert kernels.send_places is not None
+    ids_TK = torch.rand(ROWS, ranks * LOCAL_EXPERTS, generator=generator).topk(TOP_K).indices.cuda()
+    counts = torch.zeros(ranks, LOCAL_EXPERTS + 1, dtype=torch.int64, device="cuda")
+    with traffic() as found:
+        *_, cu_T = kernels.send_places(ids_TK, LOCAL_EXPERTS, ranks, counts=counts)
+        sent = int(cu_T[-1])
+        # This rank gets as many rows as it sends. One slot of each has one of its experts.
+        keys_SK = torch.full((sent, TOP_K), LOCAL_EXPERTS, dtype=torch.int16)
+        keys_SK[:, 0] = torch.randint(LOCAL_EXPERTS, (sent,), generator=generator)
+        rows_of = torch.bincount(keys_SK[:, 0].long()).tolist()
+        keys_SK = keys_SK.cuda()
+        kernels.group_slots(keys_SK, rows_of)
+    rows = floor.Volume(own=ROWS, sent=[sent], received=[sent], everyone=0, real=sent, padded=sent)
+    nbytes = floor.alltoall(rows, floor.Widths(hidden=HIDDEN, top_k=TOP_K))["dispatch"]
+    return Measured([each for each in found if each.name.startswith("triton::")], nbytes, nbytes)
 
 
 def _on_rank(group: Any, recorder: Any, setting: Setting, calls: list[str]) -> dict[str, Measured]:
@@ -165,7 +196,8 @@ def _main(only: list[str]) -> None:
     with simulated():
         if only:
             backend, mode, verb = only
-            found = measure(SETTINGS[backend, mode])[verb]
+            ranks = MANY_RANKS.get((backend, mode))
+            found = measure_tables(ranks) if ranks else measure(SETTINGS[backend, mode])[verb]
             for each in found.traffic:
                 share = each.nbytes / found.floor
                 print(f"{share:7.3f} {each.read:>10} {each.written:>10} {each.name} | {each.place}")
@@ -175,6 +207,8 @@ def _main(only: list[str]) -> None:
                 " ".join(key): {verb: rounded(found.multiple) for verb, found in measure(setting).items()}
                 for key, setting in SETTINGS.items()
             }
+            for key, ranks in MANY_RANKS.items():
+                table[" ".join(key)] = {"dispatch": rounded(measure_tables(ranks).multiple)}
             lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(multiples)}" for key, multiples in table.items())
             TABLE.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
             print(TABLE.read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from moe_dispatch.permutation.triton_rows import TritonPermutation
 from moe_dispatch.quantised import triton_codes
 from moe_dispatch.quantised.formats import Quantised
 from tests.simulated_cuda import budget, triton_values
-from tests.simulated_cuda.bytes import SETTINGS, measure, read
+from tests.simulated_cuda.bytes import MANY_RANKS, SETTINGS, measure, measure_tables, read
 from tests.simulated_cuda.traffic import Touched, traffic
 
 
@@ -36,8 +36,18 @@ def test_no_verb_exceeds_its_budget_of_bytes(key: tuple[str, str]) -> None:
     assert not excess, f"{excess} of the floor exceeds {allowed}"
 
 
+@pytest.mark.parametrize("key", list(MANY_RANKS), ids=" ".join)
+def test_tables_of_many_ranks_do_not_exceed_their_budget_of_bytes(key: tuple[str, str]) -> None:
+    assert measure_tables(MANY_RANKS[key]).multiple <= read()[" ".join(key)]["dispatch"]
+
+
+def test_a_planted_sum_over_all_blocks_exceeds_the_budget() -> None:
+    with patch.object(triton_tables, "_MOST_BLOCKS", 1 << 20):  # each program adds up the counts of all blocks
+        assert measure_tables(256).multiple > read()["alltoall 256-ranks"]["dispatch"]
+
+
 def test_every_setting_has_a_budget_of_bytes() -> None:
-    assert list(read()) == [" ".join(key) for key in SETTINGS]
+    assert list(read()) == [" ".join(key) for key in (*SETTINGS, *MANY_RANKS)]
 
 
 def test_no_verb_is_below_its_floor() -> None:
