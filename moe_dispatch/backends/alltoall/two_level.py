@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import final
 
 import torch
@@ -105,7 +106,7 @@ class Nodes:
 
     def node_of(self, owner_TK: Tensor) -> Tensor:
         """Return 1 + the node of each slot's expert, from 1 + its rank. Slots that go nowhere have 0 in both tables."""
-        return (owner_TK - 1).div(self.ranks_per_node, rounding_mode="floor") + 1
+        return (owner_TK + (self.ranks_per_node - 1)).div(self.ranks_per_node, rounding_mode="floor")
 
     def neighbour_of(self, ids_SK: Tensor) -> Tensor:
         """Return 1 + the place of each expert's rank on this node, int64; 0 for experts elsewhere and for no expert."""
@@ -157,21 +158,20 @@ class Nodes:
         before, after = self.neighbours.start, self.ranks_per_node * self.num_nodes - self.neighbours.stop
         return [0] * before + values + [0] * after
 
-    def keys(self, local_ids_SK: Tensor, rows_in: list[int]) -> Tensor:
+    def keys(self, ids_SK: Tensor, rows_in: list[int]) -> Tensor:
         """Return numbers that sort slots by expert, then by the node that their row comes from: M for each expert.
 
         Rows arrive ordered by relay, then by the node of their sender, then by row. So after a stable sort by these
         numbers, the rows of an expert are ordered by their sender, as if they had come without a relay.
 
         Args:
-            local_ids_SK: integer (S, K), local expert ids. Other ids are no experts of this rank.
+            ids_SK: integer (S, K), global expert ids.
             rows_in: Number of rows from each rank of the group.
         """
         by_peer = [count for peer in range(self.ranks_per_node) for count in rows_in[peer :: self.ranks_per_node]]
-        repeats = to_device(by_peer, local_ids_SK.device)
-        nodes = torch.arange(self.num_nodes, device=local_ids_SK.device).repeat(self.ranks_per_node)
-        origin_S = nodes.repeat_interleave(repeats, output_size=sum(rows_in))
-        return local_ids_SK.int() * self.num_nodes + origin_S.int().unsqueeze(1)
+        edges, at_S = to_device([*accumulate(by_peer)], ids_SK.device), torch.arange(sum(rows_in), device=ids_SK.device)
+        origin_S = torch.bucketize(at_S, edges, out_int32=True, right=True) % self.num_nodes
+        return torch.add(origin_S.unsqueeze(1), ids_SK, alpha=self.num_nodes)
 
 
 @final
@@ -237,13 +237,12 @@ class TwoLevelAllToAll(AllToAll):
 
     def route(self, started: Started, ids_SK: Tensor) -> RankMajorRoute:
         context, nodes, experts = self.context, self.nodes, self.num_experts
-        keys_SK = nodes.keys(
-            ids_SK - self.first_expert, started.host[experts :: self.width][1 + context.shape.ep_size :]
-        )
+        keys_SK = nodes.keys(ids_SK, started.host[experts :: self.width][1 + context.shape.ep_size :])
         index = context.permutation_of(keys_SK).group_slots(
             keys_SK,
             started.host[:experts],
             context.shape.pad_multiple,
+            first=self.first_expert * nodes.num_nodes,
             entries_per_key=nodes.num_nodes,
             real_L=started.counts[:experts],
         )
