@@ -76,6 +76,9 @@ class CollectiveObserver:
         """
         return start(options)
 
+    def raised_alone(self, error: Exception) -> None:
+        """Hear of an error that only this rank raises, while the others wait. It may tell them."""
+
 
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, list[CollectiveObserver]] = weakref.WeakKeyDictionary()
 

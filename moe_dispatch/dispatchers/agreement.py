@@ -24,6 +24,14 @@ UNTOLD = (
 )
 """Note on an error that only one rank raises."""
 
+
+def leave_untold(channel: Channel, error: Exception) -> None:
+    """Note on an error of this rank that the other ranks wait. Where a watchdog runs, it tells them the text."""
+    error.add_note(UNTOLD)
+    for observer in channel.communicator.observers:
+        observer.raised_alone(error)
+
+
 Facts = Mapping[str, str]
 _UNKNOWN = -(2**40)  # less than any number of a dispatcher, and than its negative
 
@@ -85,7 +93,7 @@ def tell_peers(
             channel.backend.refuse(device_of(channel.communicator.group, preferred))
             raise_alike(channel.control, error, label="refusal")
         elif channel.control.size > 1:
-            error.add_note(UNTOLD)
+            leave_untold(channel, error)
     except Exception as failure:
         if failure is not error:  # a broken group: the error itself matters more
             error.add_note(f"The other ranks were not told: {failure}")

@@ -19,7 +19,7 @@ from moe_dispatch._interceptors import of_thread
 from moe_dispatch._slots import Assigned, Slots
 from moe_dispatch.backends.base import Arrived, Route
 from moe_dispatch.communication import HostCopy, raise_alike
-from moe_dispatch.dispatchers.agreement import UNTOLD, described, facts_of, mark_of, settle, tell_peers
+from moe_dispatch.dispatchers.agreement import described, facts_of, leave_untold, mark_of, settle, tell_peers
 from moe_dispatch.dispatchers.channel import Channel, InvalidIds, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
@@ -264,7 +264,7 @@ def finish(departed: Departed) -> Arrived:
         problem = problem_of_ids(departed.given_TK, channel.config.num_experts, departed.valid_T)
         assert problem is not None
         if channel.communicator.size > 1:
-            problem.add_note(UNTOLD)
+            leave_untold(channel, problem)
         raise problem
     channel.meter.record(arrived, departed)
     return arrived

@@ -130,6 +130,7 @@ class RankNote(NamedTuple):
         finished_phase: Description of the last completed call.
         alive: Whether the beat counter grew while the notes were read.
         raised: Description of the last call that the rank left by an error of its own; empty if there is none.
+        refused: Text of the error by which the rank has refused a call since; empty if it has not.
     """
 
     host: str
@@ -144,6 +145,7 @@ class RankNote(NamedTuple):
     finished_phase: str
     alive: bool = True
     raised: str = ""
+    refused: str = ""
 
     @property
     def is_inside(self) -> bool:
@@ -167,6 +169,7 @@ class Watch(CollectiveObserver):
         call: The last call that this rank started.
         finished: The last call that is known to have completed.
         raised: Description of the last call that this rank left by an error of its own; empty if there is none.
+        error: Text of the error by which this rank has refused a call since; empty if it has not.
 
     Cost: each rank makes one small write to the store and one or two reads a beat. A beat is a fifth of ``seconds``, at
     most a second.
@@ -174,7 +177,7 @@ class Watch(CollectiveObserver):
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
         self.seconds = seconds
-        self.layer = self.raised = ""
+        self.layer = self.raised = self.error = ""
         self.call = self.finished = WatchedCall(self, 0, "", 0)
         self._group = weakref.ref(group)
         self._rank, self._size = group.rank(), group.size()
@@ -212,7 +215,7 @@ class Watch(CollectiveObserver):
         Raises:
             LostPeerError: NCCL has lost a rank. The error says where each rank is. Other errors of NCCL pass through.
         """
-        self.call = WatchedCall(self, self.call.number + 1, label, nbytes)
+        self.call, self.error = WatchedCall(self, self.call.number + 1, label, nbytes), ""
         options.timeout = datetime.timedelta(seconds=self.seconds)
         try:
             return self.call.started(start(options), tensor)
@@ -222,6 +225,10 @@ class Watch(CollectiveObserver):
                 raise LostPeerError(self.explain(self.call)) from error
             self.call.leave()
             raise
+
+    def raised_alone(self, error: Exception) -> None:
+        """Note the error by which this rank refuses a call, for the ranks that wait."""
+        self.error = str(error)
 
     def keep(self, call: WatchedCall) -> None:
         """Watch a collective that only a GPU waits for. If it hangs, the thread logs where each rank is."""
@@ -302,7 +309,7 @@ class Watch(CollectiveObserver):
         call, seconds = self.call, time.monotonic() - self.call.since
         of_call = (call.number, call.label, call.state, call.phase, seconds)
         finished = self.finished.number, self.finished.phase
-        note = RankNote(self._host, self._beat, ended, *of_call, *finished, raised=self.raised)
+        note = RankNote(self._host, self._beat, ended, *of_call, *finished, raised=self.raised, refused=self.error)
         self._store.set(str(self._rank), json.dumps(note))
 
     def _read_twice(self) -> Notes:
@@ -431,6 +438,8 @@ def _whereabouts(note: RankNote | None, finished: RankNote) -> str:
         where = f"in {note.phase}{f', {RAISED} {note.raised}' if note.raised else ''}"
     else:
         where = f"elsewhere for {note.seconds:.0f} s {note.state} {note.phase}"
+    if note.refused:
+        where += f', and raised "{note.refused}"'
     if note.ended:
         return f"at the end of its process or group, {where}"
     return where if note.alive else f"without a sign of life, last seen {where}"

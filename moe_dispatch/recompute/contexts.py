@@ -26,6 +26,7 @@ from moe_dispatch.dispatchers.channel import Channel, Lease, open_by_name
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Layout
+from moe_dispatch.recompute.nesting import Place, checkpoints_between
 from moe_dispatch.recompute.routes import SAME_ROUTE, Kept, Log, dispatch_anew, dispatch_on, leave_out, refuse
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
@@ -88,8 +89,7 @@ def keep_routes_of(function: Callable[Parameters, Result]) -> Callable[Parameter
                     "keep_routes_of: its result is for one checkpointed call, got a second call outside of a backward. "
                     "Call keep_routes_of for each checkpointed call."
                 )
-            with _Entered(Repeating, logs[0]):
-                return function(*args, **kwargs)
+            return _repeated(function, logs[0])(*args, **kwargs)
         log = Log()
         with _Entered(Keeping, log):
             result = function(*args, **kwargs)
@@ -122,18 +122,23 @@ class Way(Interceptor):
     """What takes the dispatches of a checkpointed call.
 
     Checkpoints may be nested. Then the innermost recomputation decides the route, and every forward inside of it
-    records this route too.
+    records this route too. A checkpoint without ``keep_routes`` inside of one with it gets a log when it dispatches.
 
     Args:
         log: Log of the checkpointed call.
 
     Attributes:
         outer: The way that was in force before, of a checkpoint around this one.
+        inner: The way of a checkpoint inside of this one, while that one runs.
+        place: Where it began.
     """
+
+    inner: Way | None = None
 
     def __init__(self, log: Log) -> None:
         self.log = log
         self.outer = of_thread.interceptor
+        self.place = Place()
 
     @property
     def repeats(self) -> bool:
@@ -143,6 +148,16 @@ class Way(Interceptor):
     @abstractmethod
     def latest(self, lease: Lease) -> Kept | None:
         """Return the entry of the latest dispatch of a dispatcher."""
+
+    def logs_inside(self) -> list[Log]:
+        """Return the logs of the checkpoints without ``keep_routes`` that run in this one, and around its inner one."""
+        found = checkpoints_between(self.place, None if self.inner is None else self.inner.place)
+        for owner, name in found:
+            if not hasattr(owner, "routes"):
+                owner.routes = Log()
+                owner.routes.begin(owner if name == "recompute_fn" else None)
+                setattr(owner, name, _repeated(getattr(owner, name), owner.routes))
+        return [owner.routes for owner, _ in found]
 
     @abstractmethod
     def ids(self, topk_ids: Tensor) -> Tensor:
@@ -155,7 +170,7 @@ class Keeping(Way):
 
     def __init__(self, log: Log) -> None:
         super().__init__(log)
-        log.begin()
+        log.begin(self.place.frame if self.place.grad_enabled else None)
 
     def dispatch(
         self, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
@@ -171,13 +186,15 @@ class Keeping(Way):
                 sent, kept = call(), None
             else:
                 kept, sent = dispatch_anew(dispatcher, x, routing, plan, async_op=async_op)
-        self.log.add(lease, kept)
+        for log in (self.log, *self.logs_inside()):
+            log.add(lease, kept)
         return sent
 
     def combine(self, dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor:
         with _in_force(self.outer):
             y = dispatcher.combine(rows, sent)
-        self.log.combined(dispatcher._lease)
+        for log in (self.log, *self.logs_inside()):
+            log.combined(dispatcher._lease)
         return y
 
     def settle(self, channel: Channel, draft: Plan, **call: Any) -> Plan:
@@ -186,9 +203,9 @@ class Keeping(Way):
         with _in_force(self.outer):
             plan = settle(channel, draft, **call)
         joined = open_by_name.get(channel.name) is not channel  # as in ``dispatch``
-        self.log.plans.setdefault(channel, []).append(
-            None if joined else {name: getattr(plan, name) for name in _AGREED}
-        )
+        agreed = None if joined else {name: getattr(plan, name) for name in _AGREED}
+        for log in (self.log, *self.logs_inside()):
+            log.plans.setdefault(channel, []).append(agreed)
         return plan
 
     def latest(self, lease: Lease) -> Kept | None:
@@ -197,7 +214,9 @@ class Keeping(Way):
     def ids(self, topk_ids: Tensor) -> Tensor:
         if isinstance(self.outer, Way):
             topk_ids = self.outer.ids(topk_ids)
-        self.log.ids.append(topk_ids.clone())  # the caller may change them in place
+        kept = topk_ids.clone()  # the caller may change them in place
+        for log in (self.log, *self.logs_inside()):
+            log.ids.append(kept)
         return topk_ids
 
 
@@ -223,7 +242,10 @@ class Repeating(Way):
         with _in_force(None):
             if number >= len(all_kept):
                 return refuse(self.log, dispatcher, more_than=number)
-            if (kept := all_kept[number]) is None:
+            kept = all_kept[number]
+            for log in self.logs_inside():
+                log.add(lease, kept)
+            if kept is None:
                 if of_thread.columns is not None:
                     of_thread.columns.check(dispatcher, x, plan)
                 return dispatcher.dispatch(x, routing, plan, async_op=async_op)
@@ -234,12 +256,18 @@ class Repeating(Way):
         with _in_force(None):
             if self.log.leaves_out and self.combines == self.log.combines:
                 return leave_out(dispatcher, rows, sent)
-            return dispatcher.combine(rows, sent)
+            y = dispatcher.combine(rows, sent)
+        for log in self.logs_inside():
+            log.combined(dispatcher._lease)
+        return y
 
     def settle(self, channel: Channel, draft: Plan, **call: Any) -> Plan:
         number, kept = self.next_plan[channel], self.log.plans.get(channel, [])
         self.next_plan[channel] += 1
-        if number < len(kept) and (agreed := kept[number]) is not None:
+        agreed = kept[number] if number < len(kept) else None
+        for log in self.logs_inside():
+            log.plans.setdefault(channel, []).append(agreed)
+        if agreed is not None:
             return replace(draft, settled=True, **agreed)
         with _in_force(None):
             return settle(channel, draft, **call)
@@ -249,9 +277,21 @@ class Repeating(Way):
 
     def ids(self, topk_ids: Tensor) -> Tensor:
         number, self.next_ids = self.next_ids, self.next_ids + 1
-        if number >= len(self.log.ids) or self.log.ids[number].shape != topk_ids.shape:
-            return topk_ids  # the dispatch that follows finds out
-        return self.log.ids[number].clone()
+        if number < len(self.log.ids) and self.log.ids[number].shape == topk_ids.shape:
+            topk_ids = self.log.ids[number]  # else the dispatch that follows finds out
+        for log in self.logs_inside():
+            log.ids.append(topk_ids)
+        return topk_ids.clone()
+
+
+def _repeated(function: Callable[Parameters, Result], log: Log) -> Callable[Parameters, Result]:
+    """Return a function whose calls are recomputations on the routes of a log."""
+
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with _Entered(Repeating, log):
+            return function(*args, **kwargs)
+
+    return run
 
 
 @contextmanager
@@ -290,11 +330,15 @@ class _Entered(AbstractContextManager[None]):
         self._way, self._log = way, log
 
     def __enter__(self) -> None:
-        of_thread.interceptor = self._way(self._log)
+        of_thread.interceptor = way = self._way(self._log)
+        if isinstance(way.outer, Way):
+            way.outer.inner = way
 
     def __exit__(self, *error: object) -> None:
         assert isinstance(of_thread.interceptor, Way)
-        of_thread.interceptor = of_thread.interceptor.outer
+        of_thread.interceptor = outer = of_thread.interceptor.outer
+        if isinstance(outer, Way):
+            outer.inner = None
 
 
 @final

@@ -21,7 +21,7 @@ from moe_dispatch._interceptors import of_thread
 from moe_dispatch.backends.wire import Encoded
 from moe_dispatch.communication import control_device, raise_alike
 from moe_dispatch.dispatchers import autograd, checks
-from moe_dispatch.dispatchers.agreement import UNTOLD
+from moe_dispatch.dispatchers.agreement import leave_untold
 from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, once
 from moe_dispatch.errors import InputError
@@ -29,6 +29,7 @@ from moe_dispatch.layouts import Layout
 from moe_dispatch.layouts.base import is_host
 from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.recompute.differences import report
+from moe_dispatch.recompute.nesting import Place
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
 
 SAME_ROUTE = ", and a recomputation takes the same route"
@@ -75,9 +76,9 @@ class Log:
         self._frame: weakref.ref[Any] | None = None
         self._last: tuple[Channel, int] | None = None
 
-    def begin(self) -> None:
-        """Note which checkpointed call is running. It is not kept alive, because it holds this log."""
-        self._frame = None if (frame := _frame()) is None else weakref.ref(frame)
+    def begin(self, frame: _CheckpointFrame | None) -> None:
+        """Note the record of the checkpointed call. It is not kept alive, because it holds this log."""
+        self._frame = None if frame is None else weakref.ref(frame)
 
     def add(self, lease: Lease, kept: Kept | None) -> None:
         """Add a dispatch."""
@@ -87,9 +88,10 @@ class Log:
     def combined(self, lease: Lease) -> None:
         """Note that the forward has combined, and how many tensors the checkpoint has saved by now."""
         self.combines += 1
-        frame = _frame()
-        is_own = frame is not None and self._frame is not None and frame is self._frame()
-        self._last = (lease.opened, len(frame.weak_holders)) if is_own else None
+        own = None if self._frame is None else self._frame()
+        self._last = None
+        if own is Place().frame and own is not None:  # else a checkpoint inside of this one runs
+            self._last = (lease.opened, len(own.weak_holders))
 
     def combined_last_on(self, channel: Channel) -> bool:
         """Return whether the last combine was on a channel."""
@@ -105,13 +107,6 @@ class Log:
 
 # The logs of each channel about which ranks have not been asked yet whether they stop at the last combine.
 _unasked: weakref.WeakKeyDictionary[Channel, weakref.WeakSet[Log]] = weakref.WeakKeyDictionary()
-
-
-def _frame() -> Any:
-    """Return torch's record of the checkpointed call that runs, if it has ``use_reentrant=False``."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    cells = () if hooks is None else getattr(hooks[0], "__closure__", None) or ()
-    return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _CheckpointFrame)), None)
 
 
 def dispatch_anew(
@@ -255,7 +250,7 @@ def _raise_alike(log: Log, channel: Channel, problem: Exception | None) -> None:
         (goes_on,) = raise_alike(control, problem, values=[goes_on], label="recompute")
     elif problem is not None:
         if control.size > 1:
-            problem.add_note(UNTOLD)
+            leave_untold(channel, problem)
         raise problem
     for each in logs:
         if each.combined_last_on(channel):

@@ -70,6 +70,7 @@ NOBODY = "5 s, although ranks 0, 1"
         ([HERE, GONE, ELSEWHERE], [OF_1]),  # a rank that is gone keeps others elsewhere
         ([HERE, None], ["of rank 1 on an unknown host", "rank 1 is before its first dispatcher with a watchdog"]),
         ([ELSEWHERE, HERE], [OF_0]),
+        ([HERE, ELSEWHERE._replace(refused="x is wrong.")], [OF_1, 'combine (call 6), and raised "x is wrong.". Look']),
         ([HERE, SENDING], [OF_1, "elsewhere for 1 s after starting dispatch (call 7)"]),
         ([HERE, note(state="after", ended=True), ELSEWHERE], [OF_1]),
         ([HERE, note(ended=True), ELSEWHERE], [OF_2]),  # rank 1 failed in the call, too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from moe_dispatch import BSHD, SBHD, Routing
-from moe_dispatch.errors import InputError, MoEDispatchError, PeerError
+from moe_dispatch.errors import InputError, LostPeerError, MoEDispatchError, PeerError
 from moe_dispatch.recompute import keep_ids, keep_routes_in, routes
 from tests.deep_ep_backends.vendors import HYBRID, V25
 from tests.dispatchers.layer import Group, caught, on_ranks, outcomes, raises_everywhere
@@ -187,6 +188,45 @@ def test_the_first_recomputation_of_a_backward_tells_all_ranks_of_another_x(
     """Where asking is a host sync, ranks ask each other once a backward."""
     monkeypatch.setattr(routes, "control_device", lambda group: torch.device("meta"))
     test_another_x_is_refused_on_every_rank(change, "kept")
+
+
+@pytest.mark.parametrize("change", ["more tokens", "dtype"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["graph-safe", "on device"])
+def test_a_rank_that_cannot_tell_of_another_x_is_named_by_the_watchdog(
+    on_device: bool, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 raises at once, and the watchdog of rank 0 shows its text. On a device, the first recomputation asks."""
+    if on_device:
+        monkeypatch.setattr(routes, "control_device", lambda group: torch.device("meta"))
+    waited, changes = threading.Event(), CHANGES[change]
+
+    def body(group: Group) -> None:
+        fields = {"watchdog": 0.5, **({} if on_device else {**SAFE, "infer_layout": False})}
+        changing = Changing(group, changes[0], **fields)
+        same = Changing(group, lambda x: (x, BSHD([3, 2])), **fields)
+        y = called("kept", same, called("kept", changing, torch.randn(2, 3, D).requires_grad_()))
+        try:
+            y.sum().backward()
+        finally:
+            if group.rank() == 0:
+                waited.set()
+            waited.wait(10)
+
+    waiting, refusing = outcomes(body, 2)
+    texts = "a recomputation of 'layers.1'", "torch.float32 (2, 3, 16) in BSHD", changes[1]
+    raises_everywhere([refusing], InputError, *texts)
+    assert "They wait until the watchdog" in refusing.__notes__[0]
+    raises_everywhere([waiting], LostPeerError, "because of rank 1", f'and raised "{refusing}"', *texts)
+
+
+def test_a_rank_without_a_watchdog_waits_for_the_timeout_of_the_group() -> None:
+    def body(group: Group) -> None:
+        changing = Changing(group, CHANGES["more tokens"][0], **SAFE, infer_layout=False)
+        called("kept", changing, torch.randn(2, 3, D).requires_grad_()).sum().backward()
+
+    waiting, refusing = outcomes(body, 2, seconds=1)
+    raises_everywhere([refusing], InputError, "a recomputation of 'layers.1'")
+    assert isinstance(waiting, RuntimeError)
 
 
 def test_more_dispatches_than_in_the_forward_are_refused_on_every_rank() -> None:

@@ -682,16 +682,46 @@ def test_routes_are_freed_with_the_graph(backend: Any, fields: dict[str, Any], m
             logs.clear()
             on_ranks(partial(body, use=use), 1 if backend == "local" else 2)
             assert logs
-            if use in (fails_in_the_forward, fails_in_the_recomputation):
-                # Tracebacks hold frames, and frames hold tracebacks; those of a thread that ends may come later.
-                for _ in range(50):
-                    gc.collect()
-                    if all(each() is None for each in logs):
-                        break
-                    time.sleep(0.02)
+            for _ in range(50):  # the thread of a rank may still be ending
+                if use in (fails_in_the_forward, fails_in_the_recomputation):
+                    gc.collect()  # tracebacks hold frames, and frames hold tracebacks
+                if all(each() is None for each in logs):
+                    break
+                time.sleep(0.02)
             assert not any(each() is not None for each in logs), use
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("how", ["kept", "reentrant"])
+@pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
+def test_a_step_after_an_exception_in_the_middle(fields: dict[str, Any], how: str) -> None:
+    """Another forward is live meanwhile. Its routes, and those of the next step, are its own."""
+
+    def body(group: Group, how: str) -> list[Tensor]:
+        layer, x = Layer(layer_config(**fields), group), tokens(group)
+
+        def failing(x: Tensor, *, when: int) -> Tensor:
+            x = layer(x)
+            calls.append(when)
+            if len(calls) == when:
+                raise ZeroDivisionError
+            return layer(x)
+
+        live = called(how, layer, x)
+        for when in (1, 2) if how != "plain" else (1,):  # in the forward, and in the recomputation
+            calls: list[int] = []
+            with pytest.raises(ZeroDivisionError):
+                called(how, partial(failing, when=when), tokens(group)).sum().backward()
+        live.square().sum().backward()
+        found = gradients(x, layer)
+        layer.zero_grad()
+        found += step(layer, tokens(group, seed=1), how)
+        layer.dispatcher.close()
+        return found
+
+    wanted, found = (on_ranks(partial(body, how=each), 2) for each in ("plain", how))
+    assert_equal(found, wanted)
 
 
 ELSEWHERE = (Lease, Channel, Backend, BackendContext, Communicator, ModuleType, FunctionType, type)
@@ -743,12 +773,21 @@ def test_memory_that_is_kept(backend: Any, fields: dict[str, Any], monkeypatch: 
     on_ranks(body, 1 if backend == "local" else 2)
 
 
-def test_two_hundred_steps_do_not_grow() -> None:
+@pytest.mark.parametrize("how", ["kept", "reentrant", "nested"])
+@pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
+def test_two_hundred_steps_do_not_grow(fields: dict[str, Any], how: str) -> None:
     def body(group: Group) -> None:
-        layer = Layer(layer_config(), group)
+        layer = Layer(layer_config(**fields), group)
         counts = []
+
+        def nesting(x: Tensor) -> Tensor:
+            return called("anew", layer, x).tanh()
+
         for number in range(200):
-            step(layer, tokens(group), "kept", calls=1)
+            if how == "nested":
+                called("kept", nesting, tokens(group)).sum().backward()
+            else:
+                step(layer, tokens(group), how, calls=1)
             if number % 100 == 99:
                 gc.collect()
                 group.barrier().wait()

@@ -19,14 +19,13 @@ def keep_routes() -> ExitStack:
     Routers that choose by ``torch.topk`` get the ids of their forwards, so without ``moe_router_fusion``.
 
     Returns:
-        What ends it: a context manager, and its ``close`` does the same. Forwards from before keep their routes.
+        What ends it: a context manager, and its ``close`` does the same. Forwards from before keep routes and ids.
     """
     ends = ExitStack()
+    if not isinstance(vars(TopKRouter)["forward"], KeepingRouter):
+        # It stays for forwards that are live when this ends. Without routes that are kept, it does nothing.
+        TopKRouter.forward = KeepingRouter(TopKRouter.forward)
     if not isinstance(tensor_parallel.checkpoint, KeepingCheckpoint):
-        for owner, name, keeping in (
-            (tensor_parallel, "checkpoint", KeepingCheckpoint),
-            (TopKRouter, "forward", KeepingRouter),
-        ):
-            ends.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, keeping(getattr(owner, name)))
+        ends.callback(setattr, tensor_parallel, "checkpoint", tensor_parallel.checkpoint)
+        tensor_parallel.checkpoint = KeepingCheckpoint(tensor_parallel.checkpoint)
     return ends

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from moe_dispatch.errors import ConfigError, StateError
+from moe_dispatch.recompute import keep_routes_in
 from tests.integration.deep_ep_users.dense import gradient
 from tests.integration.frameworks.sources import import_real
 from tests.integration.megatron_core.on_cpu import cpu_for_cuda
@@ -51,6 +52,19 @@ def compared(rank: int, kinds: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def checkpointed(rank: int, ways: Mapping[str, dict[str, Any] | None]) -> dict[str, Any]:
+    """What Automodel's activation checkpointing gives with kept routes; one forward is live at a time, or two are."""
+    parallelizer = import_real("nemo_automodel.components.moe.parallelizer")
+    found: dict[str, Any] = {}
+    with cpu_for_cuda(), mock.patch("torch.cuda.current_device", return_value=0):
+        for way, checkpoints in ways.items():
+            for together in (False, True):
+                found[f"{way}, {together}"] = _accumulated(
+                    parallelizer, rank, {}, together=together, checkpoints=checkpoints
+                )
+    return found
+
+
 def _favoured(**backend: str) -> Any:
     """A model of Automodel in float32 whose routers choose the first two of four experts, those of the first rank."""
     from nemo_automodel.components.models.common import BackendConfig
@@ -71,13 +85,16 @@ def _favoured(**backend: str) -> Any:
     return model
 
 
-def _sharded(parallelizer: Any, fields: Mapping[str, Any]) -> Any:
+def _sharded(parallelizer: Any, fields: Mapping[str, Any], checkpoints: Mapping[str, Any] | None = None) -> Any:
     from moe_dispatch.integrations.nemo_automodel import use_moe_dispatch
 
     use_moe_dispatch(backend="alltoall", **fields)
     model, ranks = _favoured(experts="torch_mm", dispatcher="hybridep"), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // EP, EP), mesh_dim_names=("ep_shard", "ep"))
     parallelizer.apply_ep(model, mesh["ep"])
+    if checkpoints is not None:
+        parallelizer.apply_ac(model, **checkpoints)
+        keep_routes_in(model)
     parallelizer.apply_fsdp(
         model,
         init_device_mesh("cpu", (ranks,)),
@@ -110,9 +127,17 @@ def _loss(model: Any, batch: Batch) -> Tensor:
     return loss
 
 
-def _accumulated(parallelizer: Any, rank: int, fields: Mapping[str, Any], *, together: bool) -> dict[str, Any]:
+def _accumulated(
+    parallelizer: Any,
+    rank: int,
+    fields: Mapping[str, Any],
+    *,
+    together: bool,
+    checkpoints: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """The error of the gradients of two micro-batches. ``together``: both forwards run before one backward."""
-    model = _sharded(parallelizer, fields)
+    model = _sharded(parallelizer, fields, checkpoints)
+    before = _dispatcher(model).metrics().dispatches  # those of earlier models are on the same channel
     fired = accumulate(model, [partial(_loss, model, batch) for batch in _batches(rank)], together=together)
     whole, ranks = _favoured(experts="torch", dispatcher="torch"), dist.get_world_size()
     for other in range(ranks):
@@ -131,6 +156,7 @@ def _accumulated(parallelizer: Any, rank: int, fields: Mapping[str, Any], *, tog
         "hooked": len(fired) == len(got),
         "keys": list(model.state_dict()) == list(whole.state_dict()),
         "fetches": _dispatcher(model).metrics().collectives.get("weights", 0),
+        "dispatches": _dispatcher(model).metrics().dispatches - before,
     }
 
 

@@ -16,6 +16,7 @@ from tests.integration.frameworks import automodel, training
 from tests.integration.frameworks.sources import FOLDER, function_in, needs
 from tests.integration.jobs import TIMEOUT, require, run_checks
 from tests.integration.megatron_core.layer import BALANCED
+from tests.integration.transformers.models import LAYERS
 from tests.replay.samples import SAMPLES_OF_VERL
 
 pytestmark = [
@@ -38,6 +39,17 @@ def test_a_model_of_the_trainer_trains_as_before(check: str) -> None:
 @needs("nemo_automodel")
 def test_what_automodel_cannot_have_is_refused() -> None:
     run_processes(automodel.refused, 2, timeout=TIMEOUT)
+
+
+@needs("nemo_automodel")
+def test_automodel_recomputes_on_kept_routes() -> None:
+    """Its full checkpoints. On ``alltoall`` the policies of its others decide, and they save no dispatch."""
+    ways = {"none": None, "full": {"ignore_router": False}, "router saved": {}, "selective": {"selective": True}}
+    for found in run_processes(automodel.checkpointed, 2, ways, timeout=TIMEOUT):
+        for name, result in found.items():
+            assert result["error"] < 1e-5
+            assert result["keys"]
+            assert result["dispatches"] == 2 * LAYERS * (1 if name.startswith(("none", "full")) else 2)
 
 
 @needs("nemo_automodel")
