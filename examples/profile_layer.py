@@ -6,7 +6,8 @@ writes ``out/trace.json`` and ``out/trace.png``. chrome://tracing and https://ui
 
     python examples/profile_layer.py --ranks 2 --chunks 4
 
-prints how long a step in four chunks takes, divided by the time of a step in one dispatch.
+prints how long a step in four chunks takes, and a step of a checkpointed layer, divided by the time of a step in one
+dispatch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,9 +27,11 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing
 from moe_dispatch.dispatchers import run_in_chunks
+from moe_dispatch.recompute import keep_routes
 from moe_dispatch_testing import run_processes
 
 TOKENS, HIDDEN, EXPERTS, TOP_K = 2048, 512, 16, 4
@@ -81,11 +85,22 @@ def layer_steps(rank: int, backend: str, chunks: int = 1) -> dict[str, Callable[
         ]
         torch.cat(outputs).square().sum().backward()
 
+    def checkpointed(**how: Any) -> None:
+        def layer(x_TD: Tensor) -> Tensor:
+            sent = whole.dispatch(x_TD, Routing(ids, weights))
+            return whole.combine(experts(sent), sent)
+
+        checkpoint(layer, x, use_reentrant=False, **how).square().sum().backward()
+
+    saved = partial(create_selective_checkpoint_contexts, [torch.ops.moe_dispatch.dispatch.default])
     return {
         "one dispatch": lambda: step(whole, 1),
         "chunks": lambda: step(kept, 1),
         "chunks without overlap": lambda: step(whole, chunks),
         "chunks with recomputation": lambda: step(recomputed, 1),
+        "checkpoint": checkpointed,
+        "checkpoint on kept routes": lambda: checkpointed(context_fn=keep_routes),
+        "checkpoint, dispatch saved": lambda: checkpointed(context_fn=saved),
     }
 
 
