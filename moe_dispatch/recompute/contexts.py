@@ -26,8 +26,9 @@ from moe_dispatch.dispatchers.channel import Channel, Lease, open_by_name
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Layout
+from moe_dispatch.recompute.left_out import Watch, leave_out
 from moe_dispatch.recompute.nesting import Place, checkpoints_between
-from moe_dispatch.recompute.routes import SAME_ROUTE, Kept, Log, dispatch_anew, dispatch_on, leave_out, refuse
+from moe_dispatch.recompute.routes import Kept, Log, dispatch_anew, dispatch_on, refuse
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
 Parameters = ParamSpec("Parameters")
@@ -36,7 +37,7 @@ _AGREED = "sizes", "num_chunks", "footprint"  # what ranks agree on in a plan
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def keep_routes(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
+def keep_routes(context_fn: Callable[[], Contexts] | None = None, *, only_added: bool = False) -> Contexts:
     """Let a recomputed dispatch take the route of its forward. The ``context_fn`` of ``torch.utils.checkpoint``.
 
     A recomputation then neither exchanges counts nor waits for the device, and experts get the rows of the forward, in
@@ -51,6 +52,11 @@ def keep_routes(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
     Args:
         context_fn: Another function of this kind, whose contexts are entered too:
             ``context_fn=functools.partial(keep_routes, context_fn)``.
+        only_added: Whether the last combine is left out in any case, because its result is only added to other tensors,
+            such as a residual or a shared expert, or reshaped. Equal on all ranks. In a recomputation the result then
+            is NaN. If the call saves a tensor that autograd derives from it, the backward ends with an InputError on
+            every rank, or in graph-safe mode ``Dispatcher.check`` raises it. Autograd does not see a mask, a log or a
+            message that is made of it, so the caller promises that there are none, and no other way finds it out.
 
     Returns:
         The context of the forward and the context of its recomputations.
@@ -59,10 +65,11 @@ def keep_routes(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
     and its route, which the autograd graph of the forward holds anyway. A backward with recomputed eager dispatches
     ends with one small all-reduce on the control group for each channel, and a host sync. If the control group is on
     the CPU, or with ``debug``, each recomputed dispatch has a small all-reduce too; otherwise the first one of a
-    backward has it, which is a host sync. In graph-safe mode nothing waits for the device and no rank asks another
-    one, so more than one rank repeat the last combine. What a dispatch carried is kept too.
+    backward has it without ``only_added``, which is a host sync. In graph-safe mode nothing waits for the device and
+    no rank asks another one, so without ``only_added`` more than one rank repeat the last combine. What a dispatch
+    carried is kept too.
     """
-    log = Log()
+    log = Log(only_added=only_added)
     contexts: Contexts = (_Entered(Keeping, log), _Entered(Repeating, log))
     if context_fn is None:
         return contexts
@@ -70,12 +77,13 @@ def keep_routes(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
     return _Both(*forward), _Both(*recomputation)
 
 
-def keep_routes_of(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def keep_routes_of(function: Callable[Parameters, Result], *, only_added: bool = False) -> Callable[Parameters, Result]:
     """Return a function for one checkpointed call, whose recomputation takes the routes of its forward.
 
     This is ``keep_routes`` for checkpoints without a ``context_fn``: ``checkpoint(keep_routes_of(layer), x,
     use_reentrant=True)``, and Megatron's ``tensor_parallel.checkpoint``. Call it anew for each checkpointed call: the
-    first call of the result is the forward, and calls inside a backward are recomputations.
+    first call of the result is the forward, and calls inside a backward are recomputations. A reentrant recomputation
+    leaves the last combine out with ``only_added`` only, because its forward does not show what would be saved.
     """
     logs: list[Log] = []
 
@@ -90,7 +98,7 @@ def keep_routes_of(function: Callable[Parameters, Result]) -> Callable[Parameter
                     "Call keep_routes_of for each checkpointed call."
                 )
             return _repeated(function, logs[0])(*args, **kwargs)
-        log = Log()
+        log = Log(only_added=only_added)
         with _Entered(Keeping, log):
             result = function(*args, **kwargs)
         logs.append(log)
@@ -185,7 +193,7 @@ class Keeping(Way):
             elif lease.shared is not lease.opened:
                 sent, kept = call(), None
             else:
-                kept, sent = dispatch_anew(dispatcher, x, routing, plan, async_op=async_op)
+                kept, sent = dispatch_anew(self.log, dispatcher, x, routing, plan, async_op=async_op)
         for log in (self.log, *self.logs_inside()):
             log.add(lease, kept)
         return sent
@@ -199,7 +207,7 @@ class Keeping(Way):
 
     def settle(self, channel: Channel, draft: Plan, **call: Any) -> Plan:
         if (facts := call["facts"]) is not None:
-            call["facts"] = {**facts, "grad mode": f"{facts['grad mode']}{SAME_ROUTE}"}
+            call["facts"] = {**facts, "grad mode": f"{facts['grad mode']}{self.log.told}"}
         with _in_force(self.outer):
             plan = settle(channel, draft, **call)
         joined = open_by_name.get(channel.name) is not channel  # as in ``dispatch``
@@ -228,6 +236,7 @@ class Repeating(Way):
         super().__init__(log)
         self.next, self.next_plan = Counter[Lease](), Counter[Channel]()
         self.next_ids = self.combines = 0
+        self.watch = Watch() if log.only_added else None
 
     @property
     def repeats(self) -> bool:
@@ -253,10 +262,13 @@ class Repeating(Way):
 
     def combine(self, dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor:
         self.combines += 1
+        lease = sent.state.lease
         with _in_force(None):
-            if self.log.leaves_out and self.combines == self.log.combines:
-                return leave_out(dispatcher, rows, sent)
-            y = dispatcher.combine(rows, sent)
+            # In ``join``, ranks that are done answer each exchange.
+            if self.log.leaves_out and self.combines == self.log.combines and lease.shared is lease.opened:
+                y = leave_out(dispatcher, rows, sent, self.watch)
+            else:
+                y = dispatcher.combine(rows, sent)
         for log in self.logs_inside():
             log.combined(dispatcher._lease)
         return y
@@ -330,15 +342,21 @@ class _Entered(AbstractContextManager[None]):
         self._way, self._log = way, log
 
     def __enter__(self) -> None:
-        of_thread.interceptor = way = self._way(self._log)
+        way = self._way(self._log)
+        if isinstance(way, Repeating) and way.watch is not None:
+            way.watch.__enter__()
+        of_thread.interceptor = way
         if isinstance(way.outer, Way):
             way.outer.inner = way
 
     def __exit__(self, *error: object) -> None:
-        assert isinstance(of_thread.interceptor, Way)
-        of_thread.interceptor = outer = of_thread.interceptor.outer
+        way = of_thread.interceptor
+        assert isinstance(way, Way)
+        of_thread.interceptor = outer = way.outer
         if isinstance(outer, Way):
             outer.inner = None
+        if isinstance(way, Repeating) and way.watch is not None:
+            way.watch.__exit__()
 
 
 @final

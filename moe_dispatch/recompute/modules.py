@@ -19,7 +19,7 @@ _CHECKPOINT_FUNCTIONS = ("checkpoint_fn", "_gradient_checkpointing_func")
 _ROUTERS = ("router", "gate")  # what models call the module that chooses experts
 
 
-def keep_routes_in(model: nn.Module) -> None:
+def keep_routes_in(model: nn.Module, *, only_added: bool = False) -> None:
     """Let all checkpoints of a model keep routes, as ``keep_routes`` does for one.
 
     Call it when activation checkpointing has been applied. It finds layers in torch's ``checkpoint_wrapper``, as of
@@ -28,6 +28,10 @@ def keep_routes_in(model: nn.Module) -> None:
 
     Modules called ``router`` or ``gate`` get the ids of their forwards, as by ``keep_ids``, where they call
     ``torch.topk``.
+
+    Args:
+        model: The model.
+        only_added: As in ``keep_routes``, for each checkpoint.
 
     Raises:
         ConfigError: No module of the model is checkpointed.
@@ -39,7 +43,7 @@ def keep_routes_in(model: nn.Module) -> None:
             if checkpoint is not None:
                 found = True
                 if not _keeps(checkpoint):
-                    setattr(module, name, KeepingCheckpoint(checkpoint))
+                    setattr(module, name, KeepingCheckpoint(checkpoint, lambda _: only_added))
     if not found:
         raise ConfigError(
             f"keep_routes_in: a module of the model must be checkpointed, got none in {type(model).__name__}. Apply "
@@ -66,13 +70,18 @@ def _keeps(checkpoint: Any) -> bool:
 
 @final
 class KeepingCheckpoint:
-    """A checkpointing function whose recomputations take the routes of their forwards."""
+    """A checkpointing function whose recomputations take the routes of their forwards.
 
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
-        self.checkpoint = checkpoint
+    Args:
+        checkpoint: The function.
+        only_added: Returns for a checkpointed function what ``keep_routes`` calls ``only_added``.
+    """
+
+    def __init__(self, checkpoint: Callable[..., Any], only_added: Callable[[Callable[..., Any]], bool]) -> None:
+        self.checkpoint, self.only_added = checkpoint, only_added
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.checkpoint(keep_routes_of(function), *args, **kwargs)
+        return self.checkpoint(keep_routes_of(function, only_added=self.only_added(function)), *args, **kwargs)
 
 
 @final

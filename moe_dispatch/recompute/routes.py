@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NoReturn, final
 
 import torch
@@ -31,9 +30,6 @@ from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.recompute.differences import report
 from moe_dispatch.recompute.nesting import Place
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
-
-SAME_ROUTE = ", and a recomputation takes the same route"
-"""Added to the grad mode of a dispatch, which ranks compare."""
 
 _MANY_EXPERTS = torch.iinfo(torch.int16).max
 
@@ -61,18 +57,23 @@ class Log:
     """The dispatches of one checkpointed call, in order.
 
     Attributes:
+        only_added: What ``keep_routes`` was told.
+        told: Text that is added to the grad mode of a dispatch, which ranks compare.
         kept: The dispatches of each dispatcher; None for one whose route cannot be taken again, as in ``join``.
         plans: What ranks agreed on for each plan on a channel, by field; None for one that is settled again.
         ids: The results of ``keep_ids``.
         combines: Number of combines.
-        leaves_out: Whether recomputations leave out the last combine: on all ranks, they stop before it.
+        leaves_out: Whether recomputations leave out the last combine: by ``only_added``, or because on all ranks they
+            stop there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_added: bool = False) -> None:
+        self.only_added = only_added
+        self.told = ", and a recomputation takes the same route" + " without its last combine" * only_added
         self.kept: dict[Lease, list[Kept | None]] = {}
         self.plans: dict[Channel, list[dict[str, Any] | None]] = {}
         self.ids: list[Tensor] = []
-        self.combines, self.leaves_out = 0, False
+        self.combines, self.leaves_out = 0, only_added
         self._frame: weakref.ref[Any] | None = None
         self._last: tuple[Channel, int] | None = None
 
@@ -83,7 +84,8 @@ class Log:
     def add(self, lease: Lease, kept: Kept | None) -> None:
         """Add a dispatch."""
         self.kept.setdefault(lease, []).append(kept)
-        _unasked.setdefault(lease.opened, weakref.WeakSet()).add(self)
+        if not self.only_added:
+            _unasked.setdefault(lease.opened, weakref.WeakSet()).add(self)
 
     def combined(self, lease: Lease) -> None:
         """Note that the forward has combined, and how many tensors the checkpoint has saved by now."""
@@ -110,11 +112,11 @@ _unasked: weakref.WeakKeyDictionary[Channel, weakref.WeakSet[Log]] = weakref.Wea
 
 
 def dispatch_anew(
-    dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
+    log: Log, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
 ) -> tuple[Kept, Dispatched | InFlight]:
     """Make a dispatch, and keep its route."""
     recorded = torch.is_grad_enabled()
-    of_thread.grad_mode = f"{'enabled' if recorded else 'disabled'}{SAME_ROUTE}"
+    of_thread.grad_mode = f"{'enabled' if recorded else 'disabled'}{log.told}"
     try:
         arriving = dispatcher.dispatch(x, routing, plan, async_op=async_op)
     finally:
@@ -173,7 +175,7 @@ def dispatch_on(
         try:
             if kept.sent is None:
                 raise InputError(
-                    f"Dispatcher.dispatch: a recomputation{_of(dispatcher)} must take a route whose rows have arrived. "
+                    f"Dispatcher.dispatch: a recomputation{of(dispatcher)} must take a route whose rows have arrived. "
                     "Call wait() in the checkpointed function."
                 )
             if type(x) is not Tensor:
@@ -207,23 +209,11 @@ def dispatch_on(
 def refuse(log: Log, dispatcher: Dispatcher, *, more_than: int) -> NoReturn:
     """Refuse a dispatch that the forward did not make."""
     error = InputError(
-        f"Dispatcher.dispatch: a recomputation{_of(dispatcher)} must make the dispatches of its forward, got more than "
+        f"Dispatcher.dispatch: a recomputation{of(dispatcher)} must make the dispatches of its forward, got more than "
         f"{more_than}. Checkpoint a function that does the same each time."
     )
     _raise_alike(log, dispatcher._lease.enter(), error)
     raise error
-
-
-def leave_out(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> NoReturn:
-    """Save what the backward of the last combine needs, and exchange nothing. There the recomputation stops."""
-    state = sent.state
-    nowhere = SimpleNamespace(combine=lambda rows, _: rows.new_empty(1).expand(state.num_rows, rows.shape[1]))
-    changed = _changed(state, real_rows=None, padded=state.num_rows, route=nowhere)
-    dispatcher.combine(rows, dataclasses.replace(sent, state=changed))
-    raise InputError(
-        f"Dispatcher.combine: a recomputation{_of(dispatcher)} must save the tensors of its forward, got others. "
-        "Checkpoint a function that does the same each time."
-    )
 
 
 def _asks(channel: Channel) -> bool:
@@ -254,7 +244,7 @@ def _raise_alike(log: Log, channel: Channel, problem: Exception | None) -> None:
         raise problem
     for each in logs:
         if each.combined_last_on(channel):
-            each.leaves_out = not goes_on
+            each.leaves_out = each.only_added or not goes_on
         unasked.discard(each)
 
 
@@ -267,7 +257,7 @@ def _send(kept: Kept, channel: Channel, x_TD: Tensor, routing: Routing, ids_TK: 
     permutation = channel.context.permutations[type(routing.topk_ids), routing.topk_ids.device.type]
     _, weights_TK = permutation.merge_slots(routing.topk_ids, weights_TK, asks=not channel.config.graph_safe)
     if not kept.recorded:  # nobody knew then whether weights require grad
-        state = _changed(state, wants_weights=weights_TK.requires_grad)
+        state = changed(state, wants_weights=weights_TK.requires_grad)
     with torch.no_grad():
         rows = state.route.send(autograd.pad(x_TD, state.real_rows, state.padded))
     return partial(_attach, sent, channel, state, rows, x_TD, weights_TK)
@@ -299,11 +289,12 @@ def _copied(carried: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
     return None if carried is None else {name: values.clone() for name, values in carried.items()}
 
 
-def _of(dispatcher: Dispatcher) -> str:
+def of(dispatcher: Dispatcher) -> str:
+    """Return text that names a dispatcher in an error, or nothing."""
     return f" of {dispatcher.name!r}" * bool(dispatcher.name)
 
 
-def _changed(state: autograd.State, **changes: Any) -> autograd.State:
+def changed(state: autograd.State, **changes: Any) -> autograd.State:
     """Return a state with other values. It is no dataclass for ``dataclasses.replace``."""
     return autograd.State(**{name: getattr(state, name) for name in state.__slots__} | changes)
 
@@ -315,7 +306,7 @@ def _difference(
     if x.shape == state.shape and x.dtype == kept.dtype and _are_equal(layout, state.layout):
         return None
     return InputError(
-        f"Dispatcher.dispatch: a recomputation{_of(dispatcher)} must be given the x and the layout of its forward, "
+        f"Dispatcher.dispatch: a recomputation{of(dispatcher)} must be given the x and the layout of its forward, "
         f"{kept.dtype} {tuple(state.shape)} in {state.layout!r}, got {x.dtype} {tuple(x.shape)} in {layout!r}. Pass "
         "what belongs to the micro-batch as arguments of the checkpointed function."
     )
@@ -331,7 +322,7 @@ def _compare_carried(kept: Kept, dispatcher: Dispatcher) -> None:
     its = None if kept.sent.carried is None else {name: values.dtype for name, values in kept.sent.carried.items()}
     if mine != its:
         raise InputError(
-            f"Dispatcher.dispatch: a recomputation{_of(dispatcher)} must carry what its forward carried, {its}, got "
+            f"Dispatcher.dispatch: a recomputation{of(dispatcher)} must carry what its forward carried, {its}, got "
             f"{mine}. Checkpoint a function that does the same each time."
         )
 

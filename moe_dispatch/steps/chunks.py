@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +76,8 @@ def run_in_chunks(
             is told to the peers where the call agrees on sizes, and on ``alltoall``.
 
     Cost: C dispatches and combines, and without a plan that of ``plan``, with two more host syncs to check ids if the
-    ranks agree on sizes but exchange no counts. With ``chunks.recompute``, C more exchanges of rows in the backward, or
-    2 C in graph-safe mode. Metrics count each dispatch. ``moe_dispatch/steps/chunks.py`` states the memory.
+    ranks agree on sizes but exchange no counts. With ``chunks.recompute``, C more exchanges of rows in the backward.
+    Metrics count each dispatch. ``moe_dispatch/steps/chunks.py`` states the memory.
     """
     if not callable(run_experts):
         raise InputError(
@@ -130,8 +131,9 @@ def _outputs(
     if _recomputes(dispatcher.config):
         from moe_dispatch.recompute import keep_routes  # noqa: PLC0415 - other chunks never need it
 
+        context_fn = partial(keep_routes, only_added=True)
         for chunk in chunks:
-            yield checkpoint(run, *chunk, use_reentrant=False, context_fn=keep_routes)
+            yield checkpoint(run, *chunk, use_reentrant=False, context_fn=context_fn)
         return
 
     def start(x_ND: Tensor, routing: Routing, plan: Plan, carry: Mapping[str, Tensor] | None) -> InFlight:

@@ -97,8 +97,7 @@ def test_chunks_have_the_bits_of_one_dispatch(backend: Any, fields: dict[str, An
     compare(whole, parts, bits=backend != "allgather")  # a reduce-scatter adds in an order of its own
     calls, times = parts[0]["calls"], 2 if recompute else 1
     assert calls["dispatch"] == times * CHUNKS
-    # A recomputation stops before it, but not in graph-safe mode, where ranks do not ask each other whether all do.
-    assert calls["combine"] == (times if "graph_safe" in fields else 1) * CHUNKS
+    assert calls["combine"] == CHUNKS  # a recomputation leaves it out
     assert calls["combine.backward"] == CHUNKS
     assert calls.get("sizes", 0) == (0 if "max_tokens_per_rank" in fields else 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,17 +77,23 @@ def tokens(group: Group, hidden: int = D, seed: int = 0) -> Tensor:
 
 
 def called(how: str, function: Function, *arguments: Any) -> Tensor:
-    """Call a function plainly, or checkpoint it: ``anew`` dispatches again, ``kept`` and ``reentrant`` keep routes."""
+    """Call a function plainly, or checkpoint it: ``anew`` dispatches again, ``kept`` and ``reentrant`` keep routes.
+
+    Behind these two, ``, only added`` leaves the last combine out in any case.
+    """
+    how, *only_added = how.split(", ")
     y: Tensor
     if how == "plain":
         y = function(*arguments)
     elif how == "anew":
         y = checkpoint(function, *arguments, use_reentrant=False)
     elif how == "kept":
-        y = checkpoint(function, *arguments, use_reentrant=False, context_fn=keep_routes)
+        y = checkpoint(
+            function, *arguments, use_reentrant=False, context_fn=partial(keep_routes, only_added=bool(only_added))
+        )
     else:
         assert how == "reentrant"
-        y = checkpoint(keep_routes_of(function), *arguments, use_reentrant=True)
+        y = checkpoint(keep_routes_of(function, only_added=bool(only_added)), *arguments, use_reentrant=True)
     return y
 
 

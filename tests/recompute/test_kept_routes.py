@@ -663,8 +663,8 @@ def test_routes_are_freed_with_the_graph(backend: Any, fields: dict[str, Any], m
     config, log = layer_config(backend, **fields), routes.Log
     logs: list[weakref.ref[routes.Log]] = []
 
-    def noted() -> routes.Log:
-        made = log()
+    def noted(**given: bool) -> routes.Log:
+        made = log(**given)
         logs.append(weakref.ref(made))
         return made
 
@@ -751,7 +751,7 @@ def test_memory_that_is_kept(backend: Any, fields: dict[str, Any], monkeypatch: 
     """
     config, log = layer_config(backend, hidden_size=256, **fields), routes.Log
     logs: list[routes.Log] = []
-    monkeypatch.setattr(contexts, "Log", lambda: logs.append(log()) or logs[-1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(contexts, "Log", lambda **given: logs.append(log(**given)) or logs[-1])  # type: ignore[func-returns-value]
 
     def body(group: Group) -> None:
         layer, x = Layer(config, group), tokens(group, 256)

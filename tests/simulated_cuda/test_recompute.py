@@ -33,7 +33,7 @@ def steps(group: dist.ProcessGroup, recorder: Recorder, backend: str, fields: di
         sent = dispatcher.dispatch(x, Routing(ids, weights))
         return x + dispatcher.combine(sent.rows.tanh(), sent)
 
-    for how in ("plain", "plain", "anew", "kept"):
+    for how in ("plain", "plain", "anew", "kept", "kept, only added"):
         x.grad, y = None, x
         for _ in range(LAYERS):
             y = called(how, layer, y)
@@ -59,9 +59,14 @@ def test_host_syncs_and_exchanges_of_a_backward(backend: str, fields: dict[str, 
         assert (kept - anew)["combine"] == (2 if fields else 1) * LAYERS
         assert (kept - anew)["recompute"] == (0 if fields else 2)
         assert (kept - anew)["counts"] == (0 if fields or backend != "alltoall" else LAYERS)
+        grad, _, only_added = found["kept, only added"]
+        assert torch.equal(grad, found["plain"][0])
+        assert (only_added - kept)["combine"] == LAYERS
+        assert (only_added - kept)["recompute"] == (0 if fields else 1)
     syncs = {how: details for how, (_, details, _) in by_rank[0].items()}
     asks = ["cudaStreamSynchronize"]
     assert syncs["plain"] == []
     assert syncs["anew"] == ([] if fields else LAYERS * asks)
     # The numbers of other ids are read when all of them have been copied.
     assert syncs["kept"] == ([] if fields else [*asks, *LAYERS * ["cudaEventSynchronize"], *asks])
+    assert syncs["kept, only added"] == syncs["kept"][1:], "nothing is asked at the start"

@@ -111,14 +111,14 @@ class PlanBeforeForward:
         parameters: Names of the parameters of the module's forward, in order.
         dispatcher: Dispatcher of one of its experts modules; all of them share one channel.
         slices: Slices of the batch, of which this rank sends one.
-        keeps_routes: Whether a recomputed dispatch takes the route of its forward.
+        keep: ``keep_routes_of``, with which a recomputed dispatch takes the route of its forward, or None.
         sharded: The modules whose weights transformers has sharded, each with its parent and its name there.
     """
 
     parameters: tuple[str, ...]
     dispatcher: Dispatcher
     slices: BatchSlice
-    keeps_routes: bool = False
+    keep: Callable[..., Any] | None = None
     sharded: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ class PlanBeforeForward:
         like = torch.empty(stop - start, 0, device=positions.device)
         plan = self.dispatcher.plan(self.slices.layout(layout, num_rows), like=like)
         if torch.is_grad_enabled() and module.training:
-            keep_in_checkpoints(module, routes=self.keeps_routes)
+            keep_in_checkpoints(module, self.keep)
         forward = RunningForward(module=module, plan=plan, layout=layout, shape=(batch, length))
         _PLANS.set((*_PLANS.get(), forward))
 
@@ -161,14 +161,13 @@ class CheckpointWithContext:
     """A checkpointing function. Its recomputation uses plans and cuts of its forward, and may use its routes."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
-        self.checkpoint, self.keeps_routes = checkpoint, False
+        self.checkpoint = checkpoint
+        self.keep: Callable[..., Any] | None = None
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run: Callable[..., Any] = partial(_in_context, _PLANS.get(), _CUTS.get(), function)
-        if self.keeps_routes:
-            from moe_dispatch.recompute import keep_routes_of  # noqa: PLC0415 - other models never need it
-
-            run = keep_routes_of(run)
+        if self.keep is not None:
+            run = self.keep(run)
         return self.checkpoint(run, *args, **kwargs)
 
 
@@ -181,7 +180,7 @@ def _in_context(plans: _Plans, cuts: _Cuts, function: Callable[..., Any], *args:
         _CUTS.reset(cuts_token)
 
 
-def keep_in_checkpoints(model: nn.Module, *, routes: bool = False) -> None:
+def keep_in_checkpoints(model: nn.Module, keep: Callable[..., Any] | None = None) -> None:
     """Wrap checkpointing functions. Each forward does so, because checkpointing may be enabled at any time."""
     for module in model.modules():
         for name in _CHECKPOINT_FUNCTIONS:
@@ -189,8 +188,8 @@ def keep_in_checkpoints(model: nn.Module, *, routes: bool = False) -> None:
             if checkpoint is not None and not isinstance(checkpoint, CheckpointWithContext):
                 checkpoint = CheckpointWithContext(checkpoint)
                 setattr(module, name, checkpoint)
-            if routes and checkpoint is not None:
-                checkpoint.keeps_routes = True
+            if keep is not None and checkpoint is not None:
+                checkpoint.keep = keep
 
 
 def layout_of(call: Mapping[str, Any]) -> Layout:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch.distributed as dist
@@ -70,7 +72,7 @@ def register(
         implementations.register(name, Registered(config))
 
 
-def attach(model: nn.Module, *, keep_routes: bool = False) -> None:
+def attach(model: nn.Module, *, keep_routes: bool = False, only_added: bool = False) -> None:
     """Make each forward of a model plan for the padding of its batch, so that padding is not dispatched.
 
     Call it once, after the experts are wired. A second call does nothing. It hooks the modules that take an attention
@@ -81,16 +83,19 @@ def attach(model: nn.Module, *, keep_routes: bool = False) -> None:
         model: The whole model.
         keep_routes: Whether layers that transformers' switch or torch's ``checkpoint_wrapper`` recomputes dispatch on
             the routes of their forwards, as ``moe_dispatch.recompute.keep_routes_in`` says. Equal on all ranks.
+        only_added: What ``keep_routes_in`` is told, with ``keep_routes``.
 
     Raises:
         ConfigError: The model has no MoE layers, none of them is wired, or no module around them takes the mask. Or an
             adapter stands around experts with sharded weights; this is also raised in a forward.
     """
     wired = _wired_experts(model)
+    keep: Callable[..., Any] | None = None
     if keep_routes:
-        from moe_dispatch.recompute.modules import keep_ids_in  # noqa: PLC0415 - other models never need it
+        from moe_dispatch.recompute import keep_routes_of, modules  # noqa: PLC0415 - other models never need it
 
-        keep_ids_in(model)
+        keep = partial(keep_routes_of, only_added=only_added)
+        modules.keep_ids_in(model)
     for name, (experts, wiring) in wired.items():
         wiring.give_name(experts, name)
         owner = module_with_mask(model, name)
@@ -103,9 +108,7 @@ def attach(model: nn.Module, *, keep_routes: bool = False) -> None:
         if before is None:
             parameters = tuple(inspect.signature(owner.forward).parameters)
             dispatcher = wiring.dispatcher_of(experts)
-            before = PlanBeforeForward(
-                parameters=parameters, dispatcher=dispatcher, slices=wiring.slices, keeps_routes=keep_routes
-            )
+            before = PlanBeforeForward(parameters=parameters, dispatcher=dispatcher, slices=wiring.slices, keep=keep)
             owner.register_forward_pre_hook(before, with_kwargs=True)
             owner.register_forward_hook(end_plan, always_call=True)
         if isinstance(wiring, ExpertParallel):

@@ -212,12 +212,13 @@ def recomputed_on_routes(rank: int) -> float:
         layer.router.expert_bias.zero_()
         return {str(number): gradient(batch) for number, batch in enumerate(batches)} | gradients_of(layer)
 
-    want, before = called(), metrics().dispatches
+    want, before, combines = called(), metrics().dispatches, metrics().collectives["combine"]
     layer.moe_layer_recompute, checkpoint_of_megatron = True, tensor_parallel.checkpoint
     with keep_routes():
         keep_routes().close()  # it was not the first, so it ends nothing
         got = called()
     assert tensor_parallel.checkpoint is checkpoint_of_megatron
+    assert metrics().collectives["combine"] == combines + 3, "recomputations of a layer leave it out"
     ended_early = difference(called(keep_routes().close), want)
     assert tensor_parallel.checkpoint is checkpoint_of_megatron
     assert metrics().dispatches == before + 6

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import CheckpointError
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.integrations.transformers import RoutingReplay, attach, config_for, dispatchers_of, register
 from moe_dispatch.layouts import BSHD
+from moe_dispatch.recompute import contexts
+from moe_dispatch.recompute.left_out import leave_out
 from moe_dispatch.replay import Cut, RoutingTable
 from tests.integration.jobs import require, run_checks
 from tests.integration.steps import difference
@@ -111,14 +113,23 @@ def test_a_layer_is_recomputed_with_the_ids_of_its_forward(how: str, wired: str,
     assert not wired or drift_of(model) == counts, "a recomputation counts nothing"
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["anew", "keeps routes"])
-def test_a_router_that_chooses_otherwise_in_a_recomputation(kept: bool, mesh: DeviceMesh) -> None:
-    """With ``keep_routes``, it gets the ids of its forward."""
+@pytest.mark.parametrize(("kept", "only_added"), [(False, False), (True, False), (True, True)])
+def test_a_router_that_chooses_otherwise_in_a_recomputation(
+    kept: bool, only_added: bool, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``keep_routes``, it gets the ids of its forward. With ``only_added``, shared experts need no combine."""
+    left_out: list[torch.Tensor] = []
+
+    def noted(*call: Any) -> torch.Tensor:
+        left_out.append(leave_out(*call))
+        return left_out[-1]
+
+    monkeypatch.setattr(contexts, "leave_out", noted)
 
     def called(checkpointed: bool) -> dict[str, torch.Tensor]:
         model = double("deepseek_v3")
         model = wire(model, mesh, registered(model.config, name="chooses-otherwise"))
-        attach(model, keep_routes=kept)
+        attach(model, keep_routes=kept, only_added=only_added)
         if checkpointed:
             model.activation_checkpointing_enable({"use_reentrant": False})
         batch = BATCHES[TWO[0]]
@@ -133,6 +144,7 @@ def test_a_router_that_chooses_otherwise_in_a_recomputation(kept: bool, mesh: De
     wanted = called(False)
     if kept:
         assert difference(called(True), wanted) == 0
+        assert bool(left_out) == only_added
     else:
         with pytest.raises(CheckpointError):
             called(True)
