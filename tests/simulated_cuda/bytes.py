@@ -78,7 +78,7 @@ SETTINGS: dict[tuple[str, str], Setting] = {
 # By the backend and the mode in the table, numbers of ranks that cannot be simulated. Only the tables of a dispatch of
 # ``ROWS`` rows on one of them are made and counted.
 MANY_RANKS = {("alltoall", "64-ranks"): 64, ("alltoall", "256-ranks"): 256}
-ROWS, LOCAL_EXPERTS = 8192, 4
+ROWS, LOCAL_EXPERTS = 2048, 4
 
 
 @dataclass(frozen=True, slots=True)
