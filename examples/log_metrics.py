@@ -1,4 +1,4 @@
-"""Log what a dispatcher has counted to Weights & Biases, or write it in the text format of Prometheus.
+"""Log what a dispatcher has counted to TensorBoard or Weights & Biases, or write it in the text format of Prometheus.
 
 Read ``dispatcher.metrics(gather=True)`` on every rank, because gathering is collective, and log on one.
 """
@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import wandb
-
 from moe_dispatch.dispatchers import Metrics
+
+
+def log_to_tensorboard(writer: Any, metrics: Metrics, before: Metrics, step: int) -> None:
+    """Log the loads since ``before``, by layer, and the totals of padding and bytes, with a ``SummaryWriter``."""
+    for layer, total in metrics.tokens_by_layer.items():
+        tokens = total - before.tokens_by_layer.get(layer, 0)
+        writer.add_scalar(f"moe/imbalance/{layer}", tokens.max() / tokens.double().mean(), step)
+        writer.add_histogram(f"moe/tokens_per_expert/{layer}", tokens, step)
+    writer.add_scalars("moe/rows_padded", metrics.rows_padded, step)
+    writer.add_scalars("moe/bytes_sent", metrics.bytes_sent, step)
 
 
 def log_to_wandb(run: Any, metrics: Metrics, before: Metrics, step: int) -> None:
@@ -17,6 +25,8 @@ def log_to_wandb(run: Any, metrics: Metrics, before: Metrics, step: int) -> None
 
     ``WANDB_MODE=offline`` writes to a folder and sends nothing.
     """
+    import wandb  # noqa: PLC0415 - a package that only this function needs
+
     values: dict[str, Any] = {}
     for layer, total in metrics.tokens_by_layer.items():
         tokens = total - before.tokens_by_layer.get(layer, 0)

@@ -1,4 +1,4 @@
-"""docs/tuning.md and examples/log_metrics.py: TensorBoard and W&B have what they write, Prometheus could read it."""
+"""examples/log_metrics.py with the metrics of docs/tuning.md: TensorBoard and W&B have them, Prometheus could."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_dispatch import Routing
 from tests.integration.needs import needs
 from tests.pages import ROOT, run_page
 
@@ -36,13 +37,19 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_code_runs_in_order(offline: Path) -> None:
     import wandb
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
 
     torch.manual_seed(0)
     namespace = run_page("tuning.md")
     example = runpy.run_path(str(ROOT / "examples" / "log_metrics.py"))
-    metrics = namespace["dispatcher"].metrics()
+    dispatcher, before = namespace["dispatcher"], namespace["metrics"]
+    sent = dispatcher.dispatch(namespace["x"], Routing(namespace["topk_ids"], torch.rand(40, 2)))
+    dispatcher.combine(sent.rows, sent)
+    metrics = dispatcher.metrics(gather=True)
+    with SummaryWriter("runs") as writer:
+        example["log_to_tensorboard"](writer, metrics, before, step=100)
     with wandb.init(project="moe") as run:
-        example["log_to_wandb"](run, metrics, namespace["before"], step=100)
+        example["log_to_wandb"](run, metrics, before, step=100)
     wandb.teardown()  # a finished run may still be in the buffers of the process that writes the file
     events = EventAccumulator(str(offline / "runs")).Reload()
     tokens = metrics.real_tokens_per_expert // 2  # of the second of two steps that are alike
