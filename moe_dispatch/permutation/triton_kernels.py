@@ -8,6 +8,8 @@ Memory offsets are 64 bits wide. Masked elements are never read.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -339,6 +341,7 @@ def _grid(out: Tensor) -> tuple[int, int]:
     return out.shape[0], cdiv(out.shape[1], _options(out.shape[1])["block"])
 
 
+@cache
 def _options(width: int) -> dict[str, int]:
     """Return the block size, the number of warps and the compiler options of a program for rows of this width.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from moe_dispatch.permutation import triton_launch
 from moe_dispatch.permutation.triton_launch import Kernel
+from tests.simulated_cuda import host_time
 from tests.simulated_cuda.device import recorded
 
 SIZES = {"do_not_specialize": ["count"]}
@@ -90,3 +93,9 @@ def test_other_versions_of_triton_launch_by_themselves(version: str, monkeypatch
         kernel[(1,)](torch.zeros(16, device="cuda"), None, out, count, 3, block=16)
         assert out.tolist() == [3.0 + count] * 16
     assert not kernel._known
+
+
+def test_host_time_of_two_checkouts_is_told_by_verb() -> None:
+    command = [sys.executable, host_time.__file__, str(host_time.ROOT), "--rows", "8", "--turns", "1"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout.splitlines()
+    assert [line.partition(":")[0] for line in told] == [*host_time.VERBS]
