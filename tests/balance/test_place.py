@@ -41,7 +41,7 @@ def test_counts_are_those_of_slots_and_metrics_those_of_experts() -> None:
     ids = torch.tensor([[4, 7], [4, 0], [4, 1], [4, -1]])
 
     def body(group: Group) -> tuple[list[list[int]], list[float | None]]:
-        dispatcher = build_dispatcher(small_config(balance="manual"), group)
+        dispatcher = build_dispatcher(small_config(balance="manual", pad_multiple=4), group)
         assert dispatcher.placement == OWN
         dispatcher.place(COPIES)
         sent = dispatcher.dispatch(random_rows(4), Routing(ids, torch.ones(4, 2)))
@@ -49,6 +49,7 @@ def test_counts_are_those_of_slots_and_metrics_those_of_experts() -> None:
         assert sent.placement == dispatcher.placement == COPIES
         mine, everyone = dispatcher.metrics(), dispatcher.metrics(gather=True)
         assert mine.rank_imbalance is None
+        assert (mine.rows_padded["expert"], everyone.rows_padded["expert"]) == (3 + 2, 10)
         told = [everyone.imbalance, everyone.rank_imbalance]
         return [counts.real_tokens_per_expert.tolist() for counts in (sent, mine, everyone)], told
 
