@@ -167,7 +167,7 @@ class Plan:
         settled: Whether the ranks have agreed on the sizes. Only the draft of a plan, which its own rank makes first,
             is not settled.
         owner: Name of the channel that made the plan. A plan serves all dispatchers with the same config and group.
-        footprint: Function behind ``bytes``; None if the config is not graph-safe.
+        footprint: Function behind ``bytes``, of the dtype and ``carry``; None if the config is not graph-safe.
     """
 
     layout: Layout
@@ -179,27 +179,31 @@ class Plan:
     num_chunks: int = 1
     settled: bool = True
     owner: str
-    footprint: Callable[[torch.dtype], dict[str, int]] | None = None
+    footprint: Callable[..., dict[str, int]] | None = None
 
-    def bytes(self, dtype: torch.dtype) -> dict[str, int]:
+    def bytes(self, dtype: torch.dtype, carry: Mapping[str, torch.dtype] | None = None) -> dict[str, int]:
         """Return the bytes that one graph-safe dispatch of this rank allocates, by purpose. Nothing is allocated.
 
         Args:
             dtype: Dtype of the rows.
+            carry: Dtypes of what travels with each row, by name, if the dispatch has ``carry``.
 
         Returns:
             Bytes by purpose. "rows" (R, D), "weights" (R,) and "index", which holds tables of integers, live until the
-            backward. "wire" is for the buffers that are sent and received. They live inside ``dispatch`` or
-            ``combine``; on the CPU they are kept for the next call, with up to an eighth of slack. The buffers of a
-            vendor's library are not included. Inside torch.compile, every rank dispatches ``max_tokens_per_rank`` rows,
-            padded.
+            backward. "wire" is for the buffers of ``dispatch``, and lives inside it; "carried" is what ``carry`` adds.
+            "combine", "combine.backward" and "dispatch.backward" are what each of these holds at most at one time, with
+            its result. So the peak of a dispatch is the sum of the first five. These are numbers of the kernels on a
+            GPU, and upper bounds: up to 2% and a few integers for each slot more may be needed. Operators of torch need
+            scratch of up to 6 MiB more on the CPU, where buffers are kept for the next call, with up to an eighth of
+            slack. The buffers of a vendor's library are not included. Inside torch.compile, every rank dispatches
+            ``max_tokens_per_rank`` rows, padded.
 
         Raises:
             StateError: The config is not graph_safe.
         """
         if self.footprint is None:
             raise StateError("Plan.bytes: without graph_safe, sizes follow the routing. Measure a step instead.")
-        return self.footprint(dtype)
+        return self.footprint(dtype, carry)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)

@@ -15,7 +15,6 @@ from moe_dispatch.backends.base import (
     BackendOptions,
     Constraints,
     MoEShape,
-    grouped_bytes,
 )
 from moe_dispatch.backends.capacity import GraphSafeSupport
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
@@ -61,8 +60,9 @@ class AllGatherOptions(BackendOptions):
         )
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
-        wire = (1 + shape.ep_size) * rows * dispatch_format(shape, dtype, accumulation_dtype(dtype)).stride
-        return {**grouped_bytes(shape, sizes, dtype, arrived_rows=shape.ep_size * rows), "wire": wire}
+        from moe_dispatch.backends.footprint import allgather  # noqa: PLC0415 - formulas only
+
+        return allgather(shape, sizes, rows, dtype)
 
     def open(self, context: BackendContext) -> Backend:
         return AllGather(context)

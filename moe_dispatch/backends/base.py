@@ -14,11 +14,11 @@ from moe_dispatch._options import Options
 from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.backends.capacity import CapacityFactor, GraphSafeSupport, capacity_of, worst_rows
 from moe_dispatch.backends.volume import SentBytes, Volume
-from moe_dispatch.backends.wire import Encoded, WireSupport, row_format
+from moe_dispatch.backends.wire import Encoded, WireSupport
 from moe_dispatch.backends.workspace import Workspace
 from moe_dispatch.communication import Communicator
 from moe_dispatch.permutation import Permutation, TorchPermutation, choose_permutation
-from moe_dispatch.permutation.index import SlotIndex, accumulation_dtype, index_bytes
+from moe_dispatch.permutation.index import SlotIndex
 from moe_dispatch.types import Capacity, Sizes
 
 PROTOCOL = 1
@@ -148,6 +148,8 @@ class MoEShape:
             "worst" for the worst case.
         planned_rows: Most rows of the experts of one rank, padding included, if a plan bounds them for any routing;
             None without such a plan.
+        weighs: Whether combine multiplies the outputs of experts by their weights. Read by formulas of bytes only.
+        column_bytes: Bytes of what travels with each row (``carry``). Read by formulas of bytes only; 0 in a call.
     """
 
     num_experts: int
@@ -163,6 +165,8 @@ class MoEShape:
     graph_safe: bool = False
     capacity_factor: CapacityFactor = "worst"
     planned_rows: int | None = None
+    weighs: bool = True
+    column_bytes: int = 0
 
     @property
     def num_local_experts(self) -> int:
@@ -221,7 +225,7 @@ class BackendOptions(Options, ABC):
         return None
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
-        """Compute the bytes that one graph-safe dispatch allocates, by purpose, for ``Plan.bytes``.
+        """Compute the bytes that a graph-safe dispatch and what follows it allocate, by purpose, for ``Plan.bytes``.
 
         Args:
             shape: Shape of the dispatch, in graph-safe mode.
@@ -229,30 +233,13 @@ class BackendOptions(Options, ABC):
             rows: Tp, the number of rows that a rank brings.
             dtype: Dtype of the rows.
         """
-        return grouped_bytes(shape, sizes, dtype)
+        from moe_dispatch.backends.footprint import delivered  # noqa: PLC0415 - formulas only
+
+        return delivered(shape, sizes, dtype)
 
     @abstractmethod
     def open(self, context: BackendContext) -> Backend:
         """Open the backend and make its buffers. Collective: all ranks open their backends in the same order."""
-
-
-def grouped_bytes(
-    shape: MoEShape, sizes: Sizes, dtype: torch.dtype, *, arrived_rows: int | None = None
-) -> dict[str, int]:
-    """Compute the bytes of the rows and weights that experts get in graph-safe mode.
-
-    With ``arrived_rows`` (S), the bytes of the index that groups these rows are counted too.
-    """
-    capacity, wide = sizes.capacity, accumulation_dtype(dtype).itemsize
-    assert capacity is not None
-    # A buffer that our permutation fills has one spare row, for slots without a place.
-    grouped = capacity.buffer_rows if arrived_rows is None else capacity.buffer_rows + 1
-    row = row_format(dtype, shape.hidden_size, shape.wire_dtype if shape.quantised else None)
-    found = {"rows": grouped * row.nbytes, "weights": grouped * wide}
-    if arrived_rows is not None:
-        sizes_of_index = (shape.top_k, shape.num_local_experts, capacity.buffer_rows, shape.pad_multiple)
-        found["index"] = index_bytes(arrived_rows, *sizes_of_index)
-    return found
 
 
 @final

@@ -15,7 +15,6 @@ from moe_dispatch.backends.base import (
     BackendOptions,
     Constraints,
     MoEShape,
-    grouped_bytes,
 )
 from moe_dispatch.backends.capacity import GraphSafeSupport
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
@@ -55,7 +54,9 @@ class LocalOptions(BackendOptions):
         return SentBytes(sent={})
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
-        return grouped_bytes(shape, sizes, dtype, arrived_rows=rows)
+        from moe_dispatch.backends.footprint import local  # noqa: PLC0415 - formulas only
+
+        return local(shape, sizes, rows, dtype)
 
     def open(self, context: BackendContext) -> Backend:
         return Local(context, exact=self.reduction == "exact")

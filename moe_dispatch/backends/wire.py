@@ -330,13 +330,14 @@ def packet_format(
     weight_dtype: torch.dtype | None,
     id_dtype: torch.dtype | None = None,
     note: bool = False,
+    columns: int = 0,
 ) -> PacketFormat:
     """Return the format of a row with its slots, aligned so that each part can be viewed in its own dtype.
 
-    Without slots, packets are bare rows.
+    Without slots, packets are bare rows. Behind the row is room for ``columns`` bytes.
     """
     weight_bytes, id_bytes = (0 if dtype is None else dtype.itemsize for dtype in (weight_dtype, id_dtype))
-    weights_at = round_up(row.nbytes, weight_bytes or 1)
+    weights_at = round_up(row.nbytes + columns, weight_bytes or 1)
     note_at = weights_at + top_k * weight_bytes  # aligned for an int32, because a weight has 4 or 8 bytes
     ids_at = note_at + 4 * note
     ids_end = ids_at + top_k * id_bytes
@@ -352,7 +353,8 @@ def dispatch_format(
 ) -> PacketFormat:
     """Return the format of the packets of a dispatch: rows with the weights and ids of their slots."""
     row = row_format(row_dtype, shape.hidden_size, shape.wire_dtype)
-    return packet_format(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts), note=note)
+    slots = (shape.top_k, weight_dtype, id_dtype_for(shape.num_experts))
+    return packet_format(row, *slots, note=note, columns=shape.column_bytes)
 
 
 def id_dtype_for(num_experts: int) -> torch.dtype:

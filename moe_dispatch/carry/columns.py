@@ -16,10 +16,11 @@ from torch import Tensor
 
 from moe_dispatch._interceptors import of_thread
 from moe_dispatch._tracing import refuse_traced
+from moe_dispatch.backends.base import Constraints, MoEShape
 from moe_dispatch.backends.capacity import worst_rows
 from moe_dispatch.backends.rank_major import RankMajorRoute
 from moe_dispatch.backends.wire import PacketFormat
-from moe_dispatch.carry.gathered import Everyone, gather, source_of_rows
+from moe_dispatch.carry.gathered import Everyone, gather, gathered_bytes, source_of_rows
 from moe_dispatch.carry.packets import RowWithColumns
 from moe_dispatch.dispatchers import autograd
 from moe_dispatch.dispatchers.agreement import tell_peers
@@ -201,6 +202,17 @@ class CarriedColumns:
             name: columns_RC[:, begin:end].clone(memory_format=torch.contiguous_format).view(dtype).view(-1)
             for (name, dtype), (begin, end) in zip(self.dtypes.items(), pairwise(ends), strict=True)
         }
+
+
+def carried_bytes(shape: MoEShape, needs: Constraints, sizes: Sizes) -> int:
+    """Return the bytes that carrying ``shape.column_bytes`` for each row adds to a graph-safe dispatch of ``sizes``.
+
+    Those of wider packets are among the packets.
+    """
+    assert sizes.capacity is not None
+    # The columns as they are sorted and as they are split by name, the row of each, and whether it is padding.
+    own = sizes.capacity.buffer_rows * (2 * shape.column_bytes + 9)
+    return own if needs.carries == "packets" else own + gathered_bytes(shape, sizes)
 
 
 def _filled(index: SlotIndex) -> Tensor:

@@ -12,6 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from moe_dispatch.backends.base import MoEShape
 from moe_dispatch.backends.wire import id_dtype_for
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.permutation.index import count_values, running_total
@@ -58,6 +59,15 @@ def gather(channel: Channel, sizes: Sizes, ids_TK: Tensor, columns_TC: Tensor) -
         ids_SK=torch.where(ids_SK < 0, -1, ids_SK - comm.rank * shape.num_local_experts),
         columns_SC=columns,
     )
+
+
+def gathered_bytes(shape: MoEShape, sizes: Sizes) -> int:
+    """Return the bytes that ``gather`` and ``source_of_rows`` hold at most at one time in graph-safe mode."""
+    rows = sizes.padded_rows or sizes.group_max_rows or 0
+    row = shape.top_k * id_dtype_for(shape.num_experts).itemsize + shape.column_bytes
+    # The rows of all ranks as they came, and split; then some int64 tables of the slots.
+    slots, columns = shape.ep_size * rows * shape.top_k, shape.ep_size * rows * shape.column_bytes
+    return max(rows * row * (2 + 2 * shape.ep_size), columns + 8 * 9 * slots)
 
 
 def source_of_rows(channel: Channel, everyone: Everyone, sent: Dispatched) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,8 +166,14 @@ def settle(
     if sizes.capacity is not None:
         most = (config.max_tokens_per_rank if plan.num_sent is None else plan.num_sent) or 0
         rows = needs.brought(-(-most // num_chunks), sizes)
-        footprint = partial(channel.options.footprint, channel.shape, sizes, rows)
+        footprint = partial(_footprint, channel.options, channel.shape, needs, sizes, rows)
     return replace(plan, sizes=sizes, num_chunks=num_chunks, settled=True, footprint=footprint)
+
+
+def _footprint(*given: Any) -> dict[str, int]:
+    from moe_dispatch.backends.footprint import planned  # noqa: PLC0415 - formulas only
+
+    return planned(*given)
 
 
 def _agree_on_largest(

@@ -56,6 +56,7 @@ def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None 
         capacity_factor="worst" if fixed is None else fixed.capacity_factor,
         ranks_per_node=ranks_per_node,
         planned_rows=None if config.slot_options is None else config.slot_options.planned_rows(config, ep_size),
+        weighs=config.weights == "combine",
     )
 
 

@@ -148,19 +148,6 @@ class SlotIndex:
         return real_L, padded_L, tuple(round_up(count, multiple) for count in self.counts)
 
 
-def index_bytes(num_rows: int, top_k: int, num_keys: int, buffer_rows: int, pad_multiple: int) -> int:
-    """Return the number of bytes of an index of fixed size and its counts.
-
-    The arguments are S, K, L, R and ``pad_multiple`` of ``group_statically``.
-    """
-    slots = num_rows * top_k
-    of_slots = 3 * slots + 1  # slot_N, position_N, and byrow_N with a spare entry
-    of_rows = num_rows + 1 + 2 * buffer_rows + 1  # cu_S, source_R, and filled_R with a spare entry
-    of_keys = num_keys + 1 + num_keys + 1  # real_L with one count for slots without a key, padded_L, needed
-    of_padding = num_keys * (pad_multiple - 1)
-    return 8 * (of_slots + of_rows + of_keys + of_padding)
-
-
 def merge_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]:
     """Merge the slots of a row that name the same expert. The gradient reaches each slot.
 

@@ -123,18 +123,23 @@ class TorchPermutation(Permutation):
         partners_RD: Tensor | None = None,
         clears: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        accumulate, dots_R = accumulation_dtype(rows_RD.dtype, dtype), None
-        wide_RD = rows_RD.to(accumulate)
-        products_RD = (wide_RD * weights_R.to(accumulate).unsqueeze(1)).to(dtype)
-        if clears or partners_RD is not None:
+        accumulate, device = accumulation_dtype(rows_RD.dtype, dtype), rows_RD.device
+        out, dots_R = self._empty(*rows_RD.shape, dtype=dtype, device=device), None
+        if partners_RD is not None:
+            dots_R = self._empty(len(out), dtype=accumulate, device=device)
+        for block in row_blocks(out):
+            wide = rows_RD[block].to(accumulate)
+            if dots_R is not None and partners_RD is not None:
+                torch.linalg.vecdot(wide, partners_RD[block].to(accumulate), out=dots_R[block])
+            out[block].copy_(wide * weights_R[block].to(accumulate).unsqueeze(1))
+        if clears or dots_R is not None:
             # Padding may hold NaN, so its products are replaced by 0, not multiplied by 0.
             is_real_R = is_real()
-            if partners_RD is not None:
-                dots_R = torch.linalg.vecdot(wide_RD, partners_RD.to(accumulate))
+            if dots_R is not None:
                 dots_R = torch.where(is_real_R, dots_R, 0).to(weights_R.dtype)
             if clears:
-                products_RD.masked_fill_(~is_real_R.unsqueeze(1), 0)
-        return products_RD, dots_R
+                out.masked_fill_(~is_real_R.unsqueeze(1), 0)
+        return out, dots_R
 
     def reduce(
         self,

@@ -142,8 +142,3 @@ def send_table(
         cu_T=running_total(kept_TP.sum(1)),
         busiest=members_PT.sum(1).amax(),
     )
-
-
-def send_table_bytes(size: int, rows: int, pair_rows: int) -> int:
-    """Return the bytes of the tables of a ``SendTable`` that live until the backward: source_B, member_N and cu_T."""
-    return 8 * (size * pair_rows + (size * rows + 1) + rows + 1)

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field, model_validator
 
 from moe_dispatch.backends.alltoall.backend import AllToAll
-from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, Constraints, MoEShape, grouped_bytes
+from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.capacity import CapacityFactor, Factor, GraphSafeSupport, capacity_of
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import ALL_WIRES, WireSupport, back_wire, dispatch_format, packet_format, row_format
@@ -114,15 +114,9 @@ class AllToAllOptions(BackendOptions):
         return SentBytes(sent=sent, row_dtypes=(there.row.numbers, back.numbers))
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
-        from moe_dispatch.backends.alltoall.fixed import send_table_bytes  # noqa: PLC0415 - graph-safe mode only
+        from moe_dispatch.backends.footprint import alltoall  # noqa: PLC0415 - formulas only
 
-        assert sizes.capacity is not None
-        assert sizes.capacity.pair_rows is not None
-        places = shape.ep_size * sizes.capacity.pair_rows
-        found = grouped_bytes(shape, sizes, dtype, arrived_rows=places)
-        found["index"] += send_table_bytes(shape.ep_size, rows, sizes.capacity.pair_rows)
-        form = dispatch_format(shape, dtype, accumulation_dtype(dtype), note=True)
-        return {**found, "wire": 2 * places * form.stride}
+        return alltoall(shape, sizes, rows, dtype)
 
     def open(self, context: BackendContext) -> Backend:
         if context.shape.graph_safe:

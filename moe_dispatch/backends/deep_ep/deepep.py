@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Literal, final
 
+import torch
 from pydantic import Field
 
 from moe_dispatch._probing import Rejected
@@ -15,8 +16,9 @@ from moe_dispatch.backends.deep_ep.deepep_v1 import NormalDeepEP
 from moe_dispatch.backends.deep_ep.deepep_v2 import ElasticDeepEP
 from moe_dispatch.backends.deep_ep.library import Library, LibraryOptions
 from moe_dispatch.backends.deep_ep.rank_rows import DeepEP
+from moe_dispatch.backends.footprint import deep_ep
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.types import Capacity
+from moe_dispatch.types import Capacity, Sizes
 
 Release = Literal["v1.2.1", "v2-2.1.0", "v2.5.0", "uccl-da914a2", "rocm-92b4ae1"]
 
@@ -93,6 +95,9 @@ class DeepEPOptions(LibraryOptions):
     def capacity(self, shape: MoEShape) -> Capacity:
         capacity = capacity_of(shape)
         return replace(capacity, buffer_rows=deepep_v2.expanded_rows(shape)) if self.expand else capacity
+
+    def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
+        return super().footprint(shape, sizes, rows, dtype) if self.expand else deep_ep(shape, sizes, rows)
 
     def open_with(self, library: Library, context: BackendContext) -> DeepEP:
         cls = NormalDeepEP if deepep_v2.variant_of(library) is None else ElasticDeepEP

@@ -25,6 +25,7 @@ from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
 from moe_dispatch.backends.deep_ep.hybrid_rules import CHUNK, CHUNK_VARIABLES, DOMAIN_VARIABLE
 from moe_dispatch.backends.deep_ep.library import Library, LibraryOptions, lacking_nvcc, parameters
 from moe_dispatch.backends.deep_ep.rank_rows import Payload, pack
+from moe_dispatch.backends.footprint import expert_major
 from moe_dispatch.communication import read_host
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.permutation.index import round_up, running_total
@@ -111,6 +112,9 @@ class HybridEPOptions(LibraryOptions):
             found, device = hybrid_rules.rules(library.module.HybridEPBuffer), library.device
         domain = hybrid_rules.domain_of(shape, self.ranks_per_domain)
         return hybrid_rules.constraints(found, device, shape, domain, fuse_permute=self.fuse_permute)
+
+    def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
+        return expert_major(shape, sizes, rows, values=4 * rows * shape.num_experts, maps=5 * rows * shape.num_experts)
 
     def open_with(self, library: Library, context: BackendContext) -> HybridEP:
         return HybridEP(library, context, self)

@@ -28,9 +28,11 @@ import torch
 from moe_dispatch._probing import Rejected, Usable, import_whole
 from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, MoEShape
 from moe_dispatch.backends.deep_ep.buffers import LibraryBackend
+from moe_dispatch.backends.footprint import expert_major
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import row_format
 from moe_dispatch.errors import ConfigError
+from moe_dispatch.types import Sizes
 
 logger = logging.getLogger("moe_dispatch")
 
@@ -181,6 +183,9 @@ class LibraryOptions(BackendOptions):
             once_per_node=True,
             row_dtypes=(there.numbers, back.numbers),
         )
+
+    def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
+        return expert_major(shape, sizes, rows, values=4 * rows * shape.top_k)
 
     @final
     def library(self) -> Library | Rejected:

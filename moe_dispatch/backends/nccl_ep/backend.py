@@ -23,6 +23,7 @@ from torch import Tensor
 from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.backends.base import Arrived, Backend, BackendContext, BackendOptions, Constraints, MoEShape, Route
 from moe_dispatch.backends.capacity import GraphSafeSupport, worst_rows
+from moe_dispatch.backends.footprint import expert_major
 from moe_dispatch.backends.nccl_ep import library
 from moe_dispatch.backends.nccl_ep.exchange import Exchange
 from moe_dispatch.backends.volume import SentBytes, Volume
@@ -91,6 +92,9 @@ class NcclEPOptions(BackendOptions):
             once_per_node=True,
             row_dtypes=(torch.bfloat16, torch.bfloat16),
         )
+
+    def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
+        return expert_major(shape, sizes, rows, values=4 * rows * shape.top_k)
 
     def open(self, context: BackendContext) -> Backend:
         found = library.find_library()
