@@ -143,17 +143,15 @@ class CarriedColumns:
                     f"{tuple(values.shape)} on {values.device}."
                 )
 
-    def told(self, grad_enabled: bool | str) -> str:
-        """Return the grad mode of the call, as ``facts_of`` takes it, with what all ranks must carry alike.
+    def told(self) -> str:
+        """Return what all ranks must carry alike, for ``facts_of``.
 
         Raises:
             InputError: The problem, if there is one.
         """
         if self.problem is not None:
             raise self.problem
-        mode = grad_enabled if isinstance(grad_enabled, str) else "enabled" if grad_enabled else "disabled"
-        named = (f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in self.dtypes.items())
-        return f"{mode}, with carry {', '.join(named)}"
+        return ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in self.dtypes.items())
 
     def depart(self, channel: Channel, sizes: Sizes, ids_TK: Tensor, real_rows: Tensor | None) -> Sizes:
         """Prepare the columns of the padded rows that the backend gets next. Collective if it has no packets.

@@ -38,27 +38,31 @@ _UNKNOWN = -(2**40)  # less than any number of a dispatcher, and than its negati
 
 
 @cache
-def facts_of(dtype: torch.dtype, grad_enabled: bool | str) -> Facts:
+def facts_of(dtype: torch.dtype, grad_enabled: bool | str, carried: str = "") -> Facts:
     """Return the facts about a dispatch that must be equal on all ranks, by name.
 
     Args:
         dtype: Dtype of the rows.
         grad_enabled: Whether the call records gradients. A rank that does not record them takes part in no backward.
             A text says more about it.
+        carried: Names and dtypes of what travels with the rows.
     """
     grad_mode = grad_enabled if isinstance(grad_enabled, str) else "enabled" if grad_enabled else "disabled"
-    return {"the dtype of x": str(dtype).removeprefix("torch."), "grad mode": grad_mode}
+    facts = {"the dtype of x": str(dtype).removeprefix("torch."), "grad mode": grad_mode}
+    return {**facts, "carry": carried} if carried else facts
 
 
 @lru_cache(maxsize=1024)
-def mark_of(dtype: torch.dtype, grad_enabled: bool | str, number: int | None, wants_weights: bool) -> int:
-    """Return the facts and the number of the dispatcher as a mark, which ``marks_agree`` compares.
+def mark_of(facts: tuple[Any, ...], number: int | None, wants_weights: bool) -> int:
+    """Return the facts, of which this has the arguments, and the number of the dispatcher as a mark.
+
+    ``marks_agree`` compares marks.
 
     ``number`` is None in compiled code, which does not know its dispatcher. ``wants_weights`` says whether the weights
     of this rank require grad, which peers learn from the mark.
     """
     last = 0 if number is None else 1 + number % (MARKED_DISPATCHERS - 1)
-    call = digest(facts_of(dtype, grad_enabled)) * MARKED_DISPATCHERS % WANTS_WEIGHTS + last
+    call = digest(facts_of(*facts)) * MARKED_DISPATCHERS % WANTS_WEIGHTS + last
     return call + WANTS_WEIGHTS * wants_weights
 
 

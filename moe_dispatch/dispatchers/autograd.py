@@ -163,14 +163,13 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
         PeerError: The ranks exchange counts or sizes, and another rank refused its call.
     """
     config, needs, slots, plan = channel.config, channel.needs, call.slots, call.plan
-    columns, mode = of_thread.columns, call.grad_enabled
-    if columns is not None:
-        mode = columns.told(mode)
-    facts, heard = facts_of(call.x_TD.dtype, mode), channel.hears_invalid_ids[plan.settled]
+    columns = of_thread.columns
+    given = (call.x_TD.dtype, call.grad_enabled, "" if columns is None else columns.told())
+    facts, heard = facts_of(*given), channel.hears_invalid_ids[plan.settled]
     mark = None
     if needs.exchanges_counts:
         number = None if call.lease is None else call.lease.number
-        mark = mark_of(call.x_TD.dtype, mode, number, call.wants_weights)
+        mark = mark_of(given, number, call.wants_weights)
     given_TK, ids_TK, outcome, assigned = _own_ids(channel, call, mark)
     count, problem = ids_TK.shape[0], partial(problem_of_ids, given_TK, config.num_experts, call.valid_T)
     if config.debug or not plan.settled:

@@ -174,9 +174,9 @@ def _settle(
             layout = dispatcher._layout_in(plan, x)
             for observer in channel.observers:
                 observer.asked(x, layout)
-            x_TD, mode = layout.flatten(x), torch.is_grad_enabled()
+            x_TD, carried = layout.flatten(x), ""
             if carry is not None:
-                mode = load_carry().CarriedColumns(dispatcher._lease, x, carry).told(mode)
+                carried = load_carry().CarriedColumns(dispatcher._lease, x, carry).told()
             checks.check_call(channel, x, x_TD, routing, plan)
             if has_sizes and channel.config.debug:
                 layout.check(len(x_TD), values=True)
@@ -193,7 +193,7 @@ def _settle(
             tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=has_sizes)
             raise
         if not has_sizes:  # the dispatches of the chunks have sizes, so what must be equal is compared here
-            facts = facts_of(x_TD.dtype, mode)
+            facts = facts_of(x_TD.dtype, torch.is_grad_enabled(), carried)
             whole = settle(channel, whole, facts=facts, lease=dispatcher._lease)
         return x_TD, whole, real_rows, valid_T
     except Exception as error:

@@ -389,13 +389,19 @@ BAD: dict[str, tuple[Any, str]] = {
     "no name": ({3: torch.zeros(5, dtype=torch.int64)}, "names in carry must be text, got 3"),
     "nothing": ({}, "carry must be a dict of tensors by name"),
     "no dict": (torch.zeros(5, dtype=torch.int64), "got Tensor"),
-    "another name": ({"domain": torch.zeros(5, dtype=torch.int64)}, "with carry domain (int64)"),
-    "another width": ({"adapter": torch.zeros(5, dtype=torch.int32)}, "with carry adapter (int32)"),
+    "another name": (
+        {"domain": torch.zeros(5, dtype=torch.int64)},
+        "Ranks disagree on carry: rank 0 has 'adapter (int64)', rank 1 has 'domain (int64)'",
+    ),
+    "another width": (
+        {"adapter": torch.zeros(5, dtype=torch.int32)},
+        "Ranks disagree on carry: rank 0 has 'adapter (int64)', rank 1 has 'adapter (int32)'",
+    ),
     "another number": (
         {"adapter": torch.zeros(5, dtype=torch.int64), "domain": torch.zeros(5, dtype=torch.int64)},
-        "with carry adapter (int64), domain (int64)",
+        "Ranks disagree on carry: rank 0 has 'adapter (int64)', rank 1 has 'adapter (int64), domain (int64)'",
     ),
-    "none at all": (None, "rank 0 has 'enabled, with carry adapter (int64)', rank 1 has 'enabled'"),
+    "none at all": (None, "Ranks disagree on carry: rank 0 has 'adapter (int64)', rank 1 has nothing"),
 }
 
 
@@ -482,6 +488,12 @@ def test_again_compiled_regions_and_join_are_refused() -> None:
     sent = dispatcher.dispatch(x, routing)
     with pytest.raises(InputError, match=r"again=sent brings what its dispatch carried, as carried. Leave carry out"):
         dispatcher.dispatch(x, again=sent, carry=carry)
+    assert dispatcher.dispatch(x, again=sent).carried is None
+    sent = dispatcher.dispatch(x, routing, carry=carry)
+    for other in (carry, {"other": carry["adapter"]}, {}):
+        with pytest.raises(InputError, match="Leave carry out"):
+            dispatcher.dispatch(x, again=sent, carry=other)
+    check(dispatcher.dispatch(x, again=sent))
     compiled = torch.compile(lambda x: dispatcher.dispatch(x, routing, carry=carry).rows, backend="eager")
     with pytest.raises(StateError, match=r"carry works neither in a compiled region nor"):
         compiled(x)
