@@ -130,7 +130,7 @@ def deep_ep(shape: MoEShape, sizes: Sizes, rows: int) -> dict[str, int]:
         rows,
         bfloat16,
         arrived=arrived,
-        wire=arrived * (there.nbytes + 12 * slots) + rows * there.nbytes * (there.numbers != bfloat16),
+        wire=arrived * (there.nbytes + 12 * slots),
         back=sums,
         gradients_out=0 if gradient.numbers == bfloat16 else rows * gradient.nbytes,
         gradients_in=arrived * gradient.nbytes,
@@ -204,7 +204,7 @@ def expert_major(shape: MoEShape, sizes: Sizes, rows: int, *, values: int, maps:
     arrived = grouped * (gradient.nbytes + narrow * shape.weighs * 4 * hidden)
     wire = maps
     if there.numbers != torch.bfloat16:
-        wire += (rows + grouped * (not shape.quantised)) * there.nbytes
+        wire += grouped * (not shape.quantised) * there.nbytes
     return {
         **found,
         **({"wire": wire} if wire else {}),
