@@ -63,6 +63,7 @@ class SlotWeights:
     def __init__(self, dispatcher: Dispatcher, *stacked: Tensor) -> None:
         self._lease = dispatcher._lease
         self._agreed: list[tuple[torch.dtype, torch.Size, bool]] = []  # parameters that the ranks have compared
+        self._asks_once = False  # whether they do so in the first call of graph-safe mode too
         if stacked:
             self._compare(self._lease.enter(), stacked, now=True)
 
@@ -165,7 +166,10 @@ class SlotWeights:
             raise InputError(f"SlotWeights: sent must be the result of a dispatch, got {type(sent).__name__}.")
         lease = self._lease
         channel = lease.enter()
-        self._compare(channel, stacked, now=sent.placement is not None and not channel.config.graph_safe)
+        asks = not channel.config.graph_safe
+        if not asks and self._asks_once and not self._agreed:
+            asks = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        self._compare(channel, stacked, now=sent.placement is not None and asks)
         return lease, channel
 
     def _compare(self, channel: Channel, stacked: Sequence[Tensor], *, now: bool) -> None:
@@ -200,9 +204,12 @@ class SlotWeights:
 def slot_weights_of(dispatcher: Dispatcher) -> SlotWeights:
     """Return the ``SlotWeights`` that a dispatcher keeps, for layers that have no place of their own for it.
 
-    New ones for each call would compare the parameters of the ranks in each call.
+    New ones for each call would compare the parameters of the ranks in each call. These compare in their first call in
+    graph-safe mode too, unless a CUDA graph captures it. When such layers are built, adapters and frozen parameters are
+    not known.
     """
     kept: SlotWeights = vars(dispatcher).setdefault("_slot_weights", SlotWeights(dispatcher))
+    kept._asks_once = True
     return kept
 
 

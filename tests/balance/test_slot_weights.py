@@ -293,19 +293,31 @@ def test_ranks_differ_in_hooks_that_keep_weights(fields: dict[str, Any], hooked:
     ],
     ids=["frozen", "bfloat16", "sliced"],
 )
-@pytest.mark.parametrize(("fields", "at_build"), [(EAGER, False), (EAGER, True), ({**EXACT, **STATIC}, True)], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "how"),
+    [
+        (EAGER, "in a call"),
+        (EAGER, "at build"),
+        ({**EXACT, **STATIC}, "at build"),
+        ({**EXACT, **STATIC}, "in a layer"),
+        ({**EXACT, **STATIC, "chunks": 2}, "in a layer"),
+    ],
+    ids=str,
+)
 def test_parameters_that_differ_between_ranks_are_refused_on_all(
-    fields: dict[str, Any], at_build: bool, change: Callable[[Tensor], Tensor], told: str
+    fields: dict[str, Any], how: str, change: Callable[[Tensor], Tensor], told: str
 ) -> None:
-    """In graph-safe mode, where a call does not wait, only when SlotWeights are built."""
+    """In graph-safe mode, where a call does not wait, when SlotWeights are built, or in the first call of a layer."""
 
     def body(group: Group) -> None:
         dispatcher, stacked = build_dispatcher(small_config(**fields), group), own_part(group, torch.float32)
         if group.rank() == 1:
             stacked = [change(weight) for weight in stacked]
-        if at_build:
+        if how == "at build":
             SlotWeights(dispatcher, *stacked)
         x, routing, _ = inputs(group.rank(), 0, torch.float32)
+        if how == "in a layer":
+            run_layer(dispatcher, experts, stacked, x, routing, None)
         SlotWeights(dispatcher).run(dispatcher.dispatch(x, routing), experts, *stacked)
 
     results = outcomes(body, RANKS)
@@ -317,9 +329,10 @@ def test_parameters_that_differ_between_ranks_are_refused_on_all(
         assert re.search(told, str(result))
 
 
-def test_layers_of_integrations_compare_their_parameters_once() -> None:
+@pytest.mark.parametrize("fields", [EAGER, {**EXACT, **STATIC}], ids=str)
+def test_layers_of_integrations_compare_their_parameters_once(fields: dict[str, Any]) -> None:
     def body(group: Group) -> int:
-        dispatcher, stacked = build_dispatcher(small_config(**EAGER), group), own_part(group, torch.float64)
+        dispatcher, stacked = build_dispatcher(small_config(**fields), group), own_part(group, torch.float64)
         for call in range(3):
             x, routing, upstream = inputs(group.rank(), call, torch.float64)
             run_layer(dispatcher, experts, stacked, x, routing, None).backward(upstream)
