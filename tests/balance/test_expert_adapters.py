@@ -17,14 +17,17 @@ EXPERTS, RANKS, HIDDEN, RANK = 8, 4, 16, 2
 ROWS = (24, 0, 7, 12)
 BALANCED: dict[str, Any] = {"balance": {"name": "exact", "min_rows": 0}}
 STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 24}
+ALPHA = 3.0
+SCALES = {"lora": ALPHA / RANK, "rslora": ALPHA / RANK**0.5, "dora": ALPHA / RANK}
+NAMES = ("base", "down", "up", "magnitude")
 
 
-def weights() -> tuple[Tensor, Tensor, Tensor]:
-    """Base, A and B of all experts."""
+def weights(kind: str) -> tuple[Tensor, ...]:
+    """Base, A and B of all experts, and with DoRA the magnitudes of their output columns."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((EXPERTS, HIDDEN, HIDDEN), (EXPERTS, HIDDEN, RANK), (EXPERTS, RANK, HIDDEN))
     base, down, up = (torch.randn(shape, generator=generator) / shape[1] ** 0.5 for shape in shapes)
-    return base, down, up
+    return (base, down, up, torch.rand(EXPERTS, HIDDEN, generator=generator) + 0.5)[: 3 + (kind == "dora")]
 
 
 def batch(rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,26 +39,30 @@ def batch(rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Adapted(Dispatcher):
-    """A layer of experts x W + x A B, of which W is frozen."""
+    """A layer of experts x W + s x A B, of which W is frozen, with the norm of each column of the sum for DoRA."""
 
-    def __init__(self, config: DispatcherConfig, group: ProcessGroup) -> None:
+    def __init__(self, config: DispatcherConfig, group: ProcessGroup, kind: str) -> None:
         super().__init__(config, group)
-        self.slot_weights = SlotWeights(self)
-        base, down, up = (weight.chunk(RANKS)[group.rank()].clone() for weight in weights())
-        self.base = nn.Parameter(base, requires_grad=False)
-        self.down, self.up = nn.Parameter(down), nn.Parameter(up)
+        self.slot_weights, self.scale = SlotWeights(self), SCALES[kind]
+        for name, weight in zip(NAMES, weights(kind), strict=False):
+            own = nn.Parameter(weight.chunk(RANKS)[group.rank()].clone(), requires_grad=name != "base")
+            self.register_parameter(name, own)
 
     def run_experts(self, sent: Any) -> Tensor:
-        return self.slot_weights.run(sent, self.adapted, self.base, self.down, self.up)[1]
+        return self.slot_weights.run(sent, self.adapted, *self.parameters())[1]
 
-    def adapted(self, part: Dispatched, base: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    def adapted(self, part: Dispatched, base: Tensor, down: Tensor, up: Tensor, *magnitude: Tensor) -> Tensor:
         assert not base.requires_grad, "the backward would compute gradients that nobody needs"
-        return part.grouped_mm(part.rows, base) + part.grouped_mm(part.grouped_mm(part.rows, down), up)
+        if magnitude:  # as in PEFT, the norm is a constant for the backward
+            whole = base + self.scale * torch.bmm(down, up)
+            factors = magnitude[0] / torch.linalg.vector_norm(whole.detach(), dim=1)
+            return part.grouped_mm(part.rows, whole * factors.unsqueeze(1))
+        return part.grouped_mm(part.rows, base) + self.scale * part.grouped_mm(part.grouped_mm(part.rows, down), up)
 
 
-def on_rank(group: ProcessGroup, fields: dict[str, Any]) -> dict[str, Any]:
+def on_rank(group: ProcessGroup, fields: dict[str, Any], kind: str = "lora") -> dict[str, Any]:
     config = DispatcherConfig(backend="alltoall", num_experts=EXPERTS, top_k=2, hidden_size=HIDDEN, **fields)
-    layer = Adapted(config, group)
+    layer = Adapted(config, group, kind)
     x, ids, shares = batch(group.rank())
     y = layer(x.requires_grad_(), Routing(ids, shares))
     (y * y).sum().backward()
@@ -63,42 +70,42 @@ def on_rank(group: ProcessGroup, fields: dict[str, Any]) -> dict[str, Any]:
     return {
         "y": y.detach(),
         "x": x.grad,
-        "down": layer.down.grad,
-        "up": layer.up.grad,
+        "grads": [weight.grad for weight in layer.parameters() if weight.requires_grad],
         "sent": layer.metrics().bytes_sent,
     }
 
 
-def dense() -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
-    """Outputs and gradients of rows, by rank, and the gradients of A and B of all experts."""
-    base, down, up = weights()
-    down.requires_grad_()
-    up.requires_grad_()
+def dense(kind: str) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor | None]]:
+    """Outputs and gradients of rows, by rank, and the gradients of what is trained, of all experts."""
+    base, *trained = weights(kind)
+    down, up, *magnitude = (weight.requires_grad_() for weight in trained)
     found = []
     for rank in range(RANKS):
         x, ids, shares = batch(rank)
         x.requires_grad_()
-        every = torch.einsum("td,edh->teh", x, base) + torch.einsum("td,edr,erh->teh", x, down, up)
+        every = torch.einsum("td,edh->teh", x, base) + SCALES[kind] * torch.einsum("td,edr,erh->teh", x, down, up)
+        if magnitude:
+            every = every * magnitude[0] / (base + SCALES[kind] * down @ up).detach().square().sum(1).sqrt()
         y = (every.gather(1, ids[:, :, None].expand(-1, -1, HIDDEN)) * shares[:, :, None]).sum(1)
         (y * y).sum().backward()
         assert x.grad is not None
         found.append((y.detach(), x.grad))
-    assert down.grad is not None
-    assert up.grad is not None
-    return found, down.grad, up.grad
+    return found, [weight.grad for weight in trained]
 
 
+@pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize(
     "fields", [{}, BALANCED, {"balance": "exact", **STATIC}], ids=["plain", "balanced", "balanced, graph-safe"]
 )
-def test_adapters_in_ones_own_layer_train_as_in_the_dense_layer(fields: dict[str, Any]) -> None:
-    results = run_ranks(lambda group: on_rank(group, fields), RANKS)
-    rows, down, up = dense()
+def test_adapters_in_ones_own_layer_train_as_in_the_dense_layer(fields: dict[str, Any], kind: str) -> None:
+    results = run_ranks(lambda group: on_rank(group, fields, kind), RANKS)
+    rows, grads = dense(kind)
     for rank, result in enumerate(results):
         torch.testing.assert_close(result["y"], rows[rank][0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(result["x"], rows[rank][1], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(result["down"], down.chunk(RANKS)[rank], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(result["up"], up.chunk(RANKS)[rank], rtol=1e-4, atol=1e-4)
+        for got, want in zip(result["grads"], grads, strict=True):
+            assert want is not None
+            torch.testing.assert_close(got, want.chunk(RANKS)[rank], rtol=1e-4, atol=1e-4)
 
 
 def test_frozen_weights_send_no_gradients_home() -> None:
