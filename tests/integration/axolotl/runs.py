@@ -33,6 +33,14 @@ LORA: dict[str, Any] = {
     "lora_dropout": 0.0,
     "lora_target_modules": ["q_proj", "v_proj"],
 }
+PACKED: dict[str, Any] = {
+    "sample_packing": True,
+    "sample_packing_sequentially": True,
+    "dataset_num_proc": 1,
+    "micro_batch_size": 1,
+    "attn_implementation": "sdpa",
+    "pad_to_sequence_len": False,
+}
 ON_EXPERTS: dict[str, Any] = {
     **LORA,
     "lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
@@ -101,9 +109,13 @@ class _OnCpu(ModuleType):
         return torch.device("cpu")
 
 
+SAVE: Any = None  # Axolotl's own function
+
+
 @contextmanager
 def on_cpu(ranks: int) -> Iterator[None]:
     """A block in which Axolotl shards and trains on CPU processes, and keeps them together afterwards."""
+    global SAVE
     from axolotl.integrations.expert_parallel import shard
 
     numbers = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": str(ranks)}
@@ -113,6 +125,9 @@ def on_cpu(ranks: int) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, numbers | meeting | quiet))
         stack.enter_context(mock.patch.object(shard, "torch", _OnCpu("torch")))
         stack.enter_context(mock.patch("torch.cuda.current_device", return_value=0))
+        import axolotl.train
+
+        SAVE = axolotl.train.save_trained_model
         for name in ("save_trained_model", "cleanup_distributed"):
             stack.enter_context(mock.patch(f"axolotl.train.{name}"))
         yield
@@ -172,6 +187,25 @@ def compared(folder: str, case: Case, rank: int) -> dict[str, Any]:
         "fetches": metrics.collectives.get("weights", 0),
         "skipped": sum(metrics.rows_skipped.values()),
     }
+
+
+def saved(folder: str, case: Case, rank: int) -> dict[str, float]:
+    """What Axolotl's own saving wrote of a run through our dispatch, beside the weights of the model."""
+    import axolotl.train
+    from safetensors.torch import load_file
+
+    config = config_of(folder, case, dist.get_world_size(), ours=True)
+    config.output_dir = f"{folder}/saved"
+    torch.manual_seed(1)
+    with mock.patch("axolotl.train.save_trained_model", SAVE):
+        model, *_ = axolotl.train.train(cfg=config, dataset_meta=_data())
+    dist.barrier()
+    found = load_file(f"{folder}/saved/adapter_model.safetensors")
+    weights = {
+        name.replace(".default.", "."): weight for name, weight in model.named_parameters() if name.count("lora_")
+    }
+    assert found.keys() == weights.keys()
+    return {"weights": difference(found, weights), "largest": max(float(each.abs().max()) for each in found.values())}
 
 
 def refused(folder: str, cases: Mapping[str, Case], rank: int) -> dict[str, str]:

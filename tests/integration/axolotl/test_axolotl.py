@@ -12,6 +12,7 @@ import pytest
 from tests.integration.axolotl.runs import (
     LORA,
     ON_EXPERTS,
+    PACKED,
     STEPS,
     Case,
     by_trl,
@@ -20,6 +21,7 @@ from tests.integration.axolotl.runs import (
     on_four_bits,
     refused,
     save_model,
+    saved,
 )
 from tests.integration.jobs import require, run_checks
 from tests.integration.transformers.adapting import Adapted, balanced
@@ -85,6 +87,32 @@ def results(ranks: int) -> dict[str, list[Any]]:
         }
         first |= {f"4 bits, {name}": functools.partial(on_four_bits, case) for name, case in FOUR_BITS.items()}
         return run_checks(first | checks, ranks, on_cpu)
+
+
+@functools.cache
+def results_of_packing() -> dict[str, list[Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder, "model"))
+        checks = {
+            "packed": functools.partial(compared, folder, Case(fields=BALANCED, keys=PACKED)),
+            "saved": functools.partial(saved, folder, Case(fields=PLAIN, keys=LORA)),
+        }
+        return run_checks(checks, 2, on_cpu)
+
+
+def test_packed_sequences_train_as_with_axolotls_own_dispatch() -> None:
+    for result in require(results_of_packing()["packed"]):
+        assert result["steps"] == STEPS
+        assert result["moved"] > 1e-3
+        assert result["losses"] < 1e-5
+        assert result["weights"] < 1e-4
+        assert result["fetches"]
+
+
+def test_axolotl_saves_the_adapters_of_a_run_through_us() -> None:
+    for result in require(results_of_packing()["saved"]):
+        assert result["weights"] == 0
+        assert result["largest"] > 1e-3
 
 
 def check(name: str, found: list[Any]) -> None:
