@@ -1,6 +1,6 @@
 """Runs of Axolotl's real ``load_cfg`` and ``train`` on gloo processes: with its own dispatch, and with ours.
 
-Stand-ins: Axolotl sends slices of experts over CUDA, which is the CPU here, and saves nothing. On a CPU,
+Stand-ins: Axolotl sends slices of experts over CUDA, which is the CPU here, and only ``saved`` lets it save. On a CPU,
 Accelerate wraps DDP instead of FSDP2. The data set is made here.
 """
 
