@@ -57,7 +57,8 @@ class Adapted(Dispatcher):
             whole = base + self.scale * torch.bmm(down, up)
             factors = magnitude[0] / torch.linalg.vector_norm(whole.detach(), dim=1)
             return part.grouped_mm(part.rows, whole * factors.unsqueeze(1))
-        return part.grouped_mm(part.rows, base) + self.scale * part.grouped_mm(part.grouped_mm(part.rows, down), up)
+        adapted: Tensor = part.grouped_mm(part.grouped_mm(part.rows, down), up) * self.scale
+        return part.grouped_mm(part.rows, base) + adapted
 
 
 def on_rank(group: ProcessGroup, fields: dict[str, Any], kind: str = "lora") -> dict[str, Any]:
