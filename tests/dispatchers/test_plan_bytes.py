@@ -156,9 +156,11 @@ def test_verbs_hold_at_most_the_bytes_of_the_plan(
         return found, {"dispatch": of_dispatch, **{verb: told[verb] for verb in found if verb != "dispatch"}}
 
     found, told = run_ranks(body, 1 if backend == "local" else 2)[0]
-    packet, scratch = MAXIMUM * (4 * hidden + 64), 3 << 14
+    rows, scratch = MAXIMUM * (4 * hidden + 64), 3 << 14
+    # Operators of torch pack before they gather; and gloo may hold what was sent for a moment longer.
+    more = {"dispatch": rows, "combine.backward": 2 * rows}
     for verb, nbytes in found.items():
-        assert 0.9 * told[verb] <= nbytes <= 1.02 * told[verb] + packet * (verb == "dispatch") + scratch, (verb, told)
+        assert 0.9 * told[verb] <= nbytes <= 1.02 * told[verb] + more.get(verb, 0) + scratch, (verb, told)
 
 
 @pytest.mark.parametrize("pad_multiple", [1, 16])
