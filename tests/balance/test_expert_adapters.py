@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing
 from moe_dispatch.dispatchers import SlotWeights
+from tests.pages import blocks
 from tests.ranks import run_ranks
 
 EXPERTS, RANKS, HIDDEN, RANK = 8, 4, 16, 2
@@ -92,6 +93,41 @@ def dense(kind: str) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor | None]]:
         assert x.grad is not None
         found.append((y.detach(), x.grad))
     return found, [weight.grad for weight in trained]
+
+
+def of_page(group: ProcessGroup, fields: dict[str, Any]) -> dict[str, Any]:
+    """What the layer of docs/adapters.md computes, before and after its adapters are those of ``weights``."""
+    (code,) = [block for block in blocks("docs/adapters.md", "python") if "class Adapted" in block]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    config = DispatcherConfig(backend="alltoall", num_experts=EXPERTS, top_k=2, hidden_size=HIDDEN, **fields)
+    base, *given = (weight.chunk(RANKS)[group.rank()].clone() for weight in weights("lora"))
+    layer = names["Adapted"](config, group, base, RANK, ALPHA)
+    x, ids, shares = batch(group.rank())
+    first = layer(x, Routing(ids, shares)).detach()
+    assert layer.down.any()
+    with torch.no_grad():
+        layer.down.copy_(given[0])
+        layer.up.copy_(given[1])
+    y = layer(x.requires_grad_(), Routing(ids, shares))
+    (y * y).sum().backward()
+    return {"first": first, "y": y.detach(), "x": x.grad, "grads": [layer.down.grad, layer.up.grad]}
+
+
+@pytest.mark.parametrize("fields", [{}, BALANCED], ids=["plain", "balanced"])
+def test_the_layer_of_the_page_is_the_dense_layer_and_starts_at_its_base(fields: dict[str, Any]) -> None:
+    results = run_ranks(lambda group: of_page(group, fields), RANKS)
+    rows, grads = dense("lora")
+    base = weights("lora")[0]
+    for rank, result in enumerate(results):
+        x, ids, shares = batch(rank)
+        frozen = (torch.einsum("td,tkdh->tkh", x, base[ids]) * shares[:, :, None]).sum(1)
+        torch.testing.assert_close(result["first"], frozen, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(result["y"], rows[rank][0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(result["x"], rows[rank][1], rtol=1e-4, atol=1e-5)
+        for got, want in zip(result["grads"], grads, strict=True):
+            assert want is not None
+            torch.testing.assert_close(got, want.chunk(RANKS)[rank], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", SCALES)

@@ -378,11 +378,14 @@ def stopped(rank: int, folder: str) -> list[dict[str, dict[str, float]]]:
     return found
 
 
-def on_parts(rank: int) -> dict[str, float]:
+def on_parts(rank: int, spread: tuple[str, ...] = ("ep",)) -> dict[str, float]:
     """How far gradients of blocks on parts of sequences are from those of the dense blocks on all sequences."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
-    model = make_blocks(mesh)
-    weights = leaves_of(model, mesh)
+    held = mesh  # whose dimension "ep" is the group of the dispatchers
+    if len(spread) == 2:
+        held = DeviceMesh.from_group(page().joined_group(mesh), "cpu", mesh_dim_names=("ep",))
+    model = make_blocks(held)
+    weights = leaves_of(model, held)
 
     def inputs(data: int) -> tuple[Tensor, BSHD]:
         generator = torch.Generator().manual_seed(data)
@@ -393,13 +396,13 @@ def on_parts(rank: int) -> dict[str, float]:
     for block in model:
         y = page().OnParts(block, mesh["tp"])(y, layout)
     y.square().mean().backward()
-    page().average_gradients(model, mesh)
+    page().average_gradients(model, mesh, spread)
     whole_x = [inputs(data)[0].requires_grad_() for data in range(2)]
     for data, x_ in enumerate(whole_x):
         valid_T = inputs(data)[1].valid_T(x_.shape[0] * x_.shape[1])
         (dense_blocks(x_.flatten(0, 1), weights, valid_T).square().mean() / 2).backward()
     assert x.grad is not None
-    return {"x": relative(x.grad / 2, whole_x[mesh["ep"].get_local_rank()].grad), **far(model, mesh, weights)}
+    return {"x": relative(x.grad / 2, whole_x[mesh["ep"].get_local_rank()].grad), **far(model, held, weights)}
 
 
 # Pipeline stages: two stages, two expert-parallel ranks each, and a block in each stage.
@@ -458,6 +461,7 @@ def what_else_the_page_says(rank: int, folder: str) -> dict[str, Any]:
         **{f"{way} alone": differences(rank, 1, 4, under) for way, under in (("ddp", under_ddp), ("fsdp", under_fsdp))},
         "stages": through_all_stages(rank, f"{folder}/stages"),
         "parts": on_parts(rank),
+        "parts, experts over both": on_parts(rank, ("ep", "tp")),
         "policy": with_policy(rank),
         "stopped": stopped(rank, f"{folder}/stopped"),
     }
@@ -504,6 +508,7 @@ def test_gradients_under_fsdp_on_parts_of_sequences_and_in_stages(others: Found)
     for name in ("fsdp", "ddp alone", "fsdp alone"):
         all_close(others, name, 3 * LAYERS + 4)
     all_close(others, "parts", 1 + 3 * LAYERS)
+    all_close(others, "parts, experts over both", 1 + 3 * LAYERS)
     all_close(others, "pipeline", 3)
 
 
