@@ -215,7 +215,7 @@ def plan_command(
     model = read_model(config, layers=layers, dtype=dtype, changes=parse_changes(changes or ()))
     source, ranks = routing_of(routing, config, model, ep_size=ep, seed=seed)
     planned = planned_backends(model.config, backends)
-    with console.progress("count the rows of dispatches"):
+    with console.progress("count the rows of dispatches", told=True):
         found = forecast(model, source, tokens=tokens, ep_size=ranks, nodes=nodes, backends=planned)
     if as_json:
         console.document(found)

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.progress import Progress
+from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
 _COLOURS = {"ok": "green", "failed": "red", "-": "yellow"}
@@ -20,16 +20,17 @@ _MARK_WIDTH = max(map(len, _COLOURS)) + 1
 _UNLIMITED = 10_000  # columns
 
 
-def line(text: str = "", *, mark: str = "", indent: int = 0) -> None:
-    """Print a line. Rich breaks it at words on a terminal; a file gets one line, however long.
+def line(text: str = "", *, mark: str = "", indent: int = 0, wrap: bool = False) -> None:
+    """Print a line. Rich breaks it at words on a terminal; a file gets one line, however long, unless ``wrap``.
 
     Args:
         text: Line to print. It may have line breaks of its own.
         mark: "ok", "failed" or "-", printed in front in a colour.
         indent: Spaces before the mark.
+        wrap: Whether a file gets lines of 80 columns.
     """
     shown = f"[{_COLOURS[mark]}]{mark}[/]{' ' * (_MARK_WIDTH - len(mark))}" if mark else ""
-    Console().print(" " * indent + shown + escape(text), highlight=False, soft_wrap=not sys.stdout.isatty())
+    Console().print(" " * indent + shown + escape(text), highlight=False, soft_wrap=not (wrap or sys.stdout.isatty()))
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -68,7 +69,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], *, caption: st
             shown.add_row(*(escape(row[index]) for index in part))
         Console(width=_UNLIMITED).print(shown, highlight=False, soft_wrap=True)
     if caption:
-        line(caption)
+        line(caption, wrap=True)
 
 
 def size(nbytes: float | None) -> str | None:
@@ -87,12 +88,16 @@ def error(text: str) -> None:
 
 
 @contextmanager
-def progress(label: str, *, visible: bool = True) -> Iterator[Callable[[int, int], None]]:
+def progress(label: str, *, visible: bool = True, told: bool = False) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on stderr, if that is a terminal, while the block runs; yield ``show(done, of)``.
 
-    Leave the block before you print, or the lines mix with the bar.
+    Leave the block before you print, or the lines mix with the bar. With ``told``, a stderr that is no terminal gets
+    the label as one line.
     """
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not (visible and console.is_terminal)) as bar:
+    if told and not console.is_terminal:
+        sys.stderr.write(f"{label} ...\n")
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (visible and console.is_terminal)) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, of: bar.update(task, completed=done, total=of)

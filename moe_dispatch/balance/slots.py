@@ -139,11 +139,13 @@ class Planned(Slots):
         if times < _FAR or self._has_warned or channel.communicator.rank:
             return
         self._has_warned = True
+        # Where no rank has a copy's rows to give away, the copies were not even planned, so their number is unknown.
+        left_out = f"left out {plan.left_out} copies of experts" if plan.left_out else "made no copy of an expert"
         logger.warning(
-            'balance="exact" has left out %d copies of experts in a dispatch of %d rows, because each would have had '
-            "fewer than balance.min_rows (%d) rows. The busiest rank has %.2f times the mean rows. balance.min_rows=0 "
-            "makes every copy. This is said once; metrics().dispatches_left_uneven counts such dispatches.",
-            plan.left_out,
+            'balance="exact" has %s in a dispatch of %d rows, because each would have had fewer than balance.min_rows '
+            "(%d) rows. The busiest rank has %.2f times the mean rows. balance.min_rows=0 makes every copy. This is "
+            "said once; metrics().dispatches_left_uneven counts such dispatches.",
+            left_out,
             int(counts_PE.sum()),
             min_rows,
             times,

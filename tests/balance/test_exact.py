@@ -306,6 +306,21 @@ def test_copies_that_were_left_out_are_told(caplog: pytest.LogCaptureFixture) ->
     )
 
 
+def test_a_dispatch_too_small_for_any_copy_does_not_tell_of_their_number(caplog: pytest.LogCaptureFixture) -> None:
+    """No rank has balance.min_rows rows more than the mean, so the copies are never planned."""
+
+    def body(group: Group) -> tuple[int, int]:
+        dispatcher = build_dispatcher(small_config(balance="exact", top_k=1), group)
+        ids = torch.zeros(64, 1).long()
+        return len(dispatcher.dispatch(torch.zeros(64, 16), Routing(ids, torch.ones(64, 1))).rows), (
+            dispatcher.metrics().dispatches_left_uneven
+        )
+
+    assert on_ranks(body, 2) == [(128, 1), (0, 1)]
+    (told,) = (text for text in caplog.messages if "in a dispatch of 128 rows" in text)
+    assert re.search(r"made no copy of an expert .*fewer than balance.min_rows \(512\).* 2\.00 times ", told)
+
+
 def test_the_load_that_is_told_is_that_with_the_copies_that_are_made(caplog: pytest.LogCaptureFixture) -> None:
     """The busiest rank would have 3.08 times the mean rows without any copy. With the two that are made it has 1.08."""
 

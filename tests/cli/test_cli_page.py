@@ -47,7 +47,7 @@ def few_scenarios(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_output_on_the_page(arguments: str, output: str, command: Command) -> None:
     if torch.cuda.is_available() or find_spec("deep_ep") is not None:
         pytest.skip("the page was made without")
-    answer = command(*shlex.split(arguments))
+    answer = command(*shlex.split(arguments), env={"COLUMNS": "80"})
     assert answer.status == 0
     pattern = ".*".join(re.escape(without_numbers(part)) for part in output.split("[...]"))
     assert re.fullmatch(pattern, without_numbers(answer.out)), without_numbers(answer.out)

@@ -74,6 +74,7 @@ def test_tables_fit_a_line_and_name_their_rows_again(
     out = command("plan", model, "--tokens", "64").out
     rows = [line for line in out.splitlines() if line.startswith(" ")]
     assert max(map(len, rows)) <= 60
+    assert max(map(len, re.findall(r"^Mean of one micro-batch .*|^Graph-safe mode: .*", out, re.MULTILINE))) <= 60
     assert sum(line.startswith(" allgather ") for line in rows) == 3, "what is sent in two tables, and sizes"
     assert all(word in out for word in ("forward", "backward", "max step", "other"))
 
@@ -92,6 +93,12 @@ def test_command_that_takes_time_says_so_on_a_terminal(model: str) -> None:
     assert "count the rows" in os.read(ours, 10_000).decode()
     os.close(ours)
     assert b"count the rows" not in process.stdout
+
+
+def test_command_that_takes_time_says_so_in_a_log_too(command: Command, model: str) -> None:
+    answer = command("plan", model, "--tokens", "64", "-b", "alltoall", "--json")
+    assert answer.error == "count the rows of dispatches ...\n"
+    assert answer.out.startswith("{")
 
 
 @pytest.mark.usefixtures("third_party")
@@ -206,7 +213,7 @@ def test_wrong_requests_are_refused(words: str, told: str, command: Command, tmp
     model.write_text('{"num_experts": 16, "top_k": 4, "hidden_size": 64}')
     answer = command(*words.replace("MODEL", str(model)).split())
     assert (answer.status, answer.out) == (2, "")
-    assert re.match(f"Error: .*{told}", answer.error), answer.error
+    assert re.search(f"^Error: .*{told}", answer.error, re.MULTILINE), answer.error
 
 
 @pytest.mark.parametrize(
