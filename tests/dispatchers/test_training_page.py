@@ -333,11 +333,17 @@ def with_policy(rank: int) -> dict[str, Any]:
     model, mesh = make_model(2, 2)
     model.recomputes = True
     first = {name: p.detach().clone() for name, p in model.named_parameters() if ".experts." not in name}
+    exact, _ = make_model(2, 2)
+    page().shard(exact, mesh, POLICY, router_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    logits: list[torch.dtype] = []
+    exact[0].get_submodule("router").register_forward_hook(lambda _, args, found: logits.append(found.dtype))
+    exact(padded_batch(rank, 0), BSHD(LENGTHS))
     for tensor in first.values():
         dist.broadcast(tensor, src=0)
     page().shard(model, mesh, POLICY)
     found: dict[str, Any] = {
-        "differ": [n for n, p in model.named_parameters() if n in first and not whole(p).equal(first[n])]
+        "logits": set(logits),
+        "differ": [n for n, p in model.named_parameters() if n in first and not whole(p).equal(first[n])],
     }
     dtypes: list[tuple[torch.dtype, torch.dtype]] = []
     hook = (
@@ -517,6 +523,7 @@ def test_a_policy_in_bfloat16_keeps_layouts_router_weights_and_gradients(others:
     for rank, found in enumerate(other["policy"] for other in others):
         assert not found["differ"], "parameters must begin as those of rank 0"
         assert found["dtypes"] == {(torch.bfloat16, torch.float32)}
+        assert found["logits"] == {torch.float32}
         assert max(found["grads"].values()) <= 0.05, f"rank {rank}: {found['grads']}"
         assert found["norm"] <= 1e-5
         assert found["clipped"] == pytest.approx(0.5, rel=1e-4)
