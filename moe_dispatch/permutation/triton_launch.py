@@ -37,6 +37,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
         if (device := args[0].get_device()) != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self.launch(grid, *args, **options)
+        if self.pre_run_hooks or _is_observed():
+            return self.run(*args, grid=grid, warmup=False, **options)
         kind = [
             each if not isinstance(each, Tensor) else each.dtype if each.data_ptr() % 16 == 0 else (each.dtype,)
             for each in args
@@ -45,12 +47,12 @@ class Kernel(JITFunction):  # type: ignore[misc]
             kind[size] >>= 31  # Triton compiles for 32 or for 64 bits
         key = (device, *kind, *options, *options.values())
         found = self._known.get(key)
-        # Profilers set hooks, which Triton calls.
-        if found is None or getattr(hook := _runtime.launch_enter_hook, "calls", hook):
+        if found is None:
             compiled = self.run(*args, grid=grid, warmup=False, **options)
             # On AMD devices, code also depends on the size of memory.
-            if torch.version.hip is None and triton.__version__.rpartition(".")[0] in _READ:
-                if len(self._known) == _MOST:
+            known = torch.version.hip is None and triton.__version__.rpartition(".")[0] in _READ
+            if compiled is not None and known:
+                if len(self._known) >= _MOST:
                     self._known.clear()
                 shapes = [options[name] for name in self.arg_names[len(args) :]]
                 self._known[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata, shapes
@@ -59,6 +61,12 @@ class Kernel(JITFunction):  # type: ignore[misc]
         stream = torch._C._cuda_getCurrentRawStream(device)
         run(*(*grid, 1, 1)[:3], stream, function, metadata, None, None, None, *args, *shapes)
         return compiled
+
+
+def _is_observed() -> bool:
+    """Return whether a profiler has set hooks. Triton calls them, and may compile other code for them."""
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def kernel(function: Any = None, **options: Any) -> Any:

@@ -26,6 +26,7 @@ from moe_dispatch.dispatchers.channel import Channel, Lease, open_by_name
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Layout
+from moe_dispatch.recompute.differences import report
 from moe_dispatch.recompute.left_out import Watch, leave_out
 from moe_dispatch.recompute.nesting import Place, checkpoints_between
 from moe_dispatch.recompute.routes import Kept, Log, dispatch_anew, dispatch_on, refuse
@@ -55,8 +56,9 @@ def keep_routes(context_fn: Callable[[], Contexts] | None = None, *, only_added:
         only_added: Whether the last combine is left out in any case, because its result is only added to other tensors,
             such as a residual or a shared expert, or reshaped. Equal on all ranks. In a recomputation the result then
             is NaN. If the call saves a tensor that autograd derives from it, the backward ends with an InputError on
-            every rank, or in graph-safe mode ``Dispatcher.check`` raises it. Autograd does not see a mask, a log or a
-            message that is made of it, so the caller promises that there are none, and no other way finds it out.
+            every rank, or in graph-safe mode ``Dispatcher.check`` raises it. Autograd does not see a mask, an index or
+            a log that is made of it, nor what compiled code or a ``torch.autograd.Function`` computes from it and
+            saves. The caller promises that there are none, and no other way finds it out.
 
     Returns:
         The context of the forward and the context of its recomputations.
@@ -83,7 +85,8 @@ def keep_routes_of(function: Callable[Parameters, Result], *, only_added: bool =
     This is ``keep_routes`` for checkpoints without a ``context_fn``: ``checkpoint(keep_routes_of(layer), x,
     use_reentrant=True)``, and Megatron's ``tensor_parallel.checkpoint``. Call it anew for each checkpointed call: the
     first call of the result is the forward, and calls inside a backward are recomputations. A reentrant recomputation
-    leaves the last combine out with ``only_added`` only, because its forward does not show what would be saved.
+    leaves the last combine out with ``only_added`` only, because its forward does not show what would be saved. What
+    other hooks inside of it save, such as those that offload tensors, is not seen then.
     """
     logs: list[Log] = []
 
@@ -153,6 +156,11 @@ class Way(Interceptor):
         """Whether a dispatch takes a route that was kept, or one that the way around this one may have kept."""
         return self.outer is not None and self.outer.repeats
 
+    @property
+    def told(self) -> str:
+        """What ranks compare of this call and of those inside of it that run."""
+        return self.log.told + ("" if self.inner is None else self.inner.told)
+
     @abstractmethod
     def latest(self, lease: Lease) -> Kept | None:
         """Return the entry of the latest dispatch of a dispatcher."""
@@ -193,7 +201,7 @@ class Keeping(Way):
             elif lease.shared is not lease.opened:
                 sent, kept = call(), None
             else:
-                kept, sent = dispatch_anew(self.log, dispatcher, x, routing, plan, async_op=async_op)
+                kept, sent = dispatch_anew(self.told, dispatcher, x, routing, plan, async_op=async_op)
         for log in (self.log, *self.logs_inside()):
             log.add(lease, kept)
         return sent
@@ -266,6 +274,9 @@ class Repeating(Way):
         with _in_force(None):
             # In ``join``, ranks that are done answer each exchange.
             if self.log.leaves_out and self.combines == self.log.combines and lease.shared is lease.opened:
+                if self.watch is not None and not self.next[lease]:
+                    # No dispatch of this call lets ranks compare at the end what they have found.
+                    report(dispatcher, rows.new_zeros((), dtype=torch.int64))
                 y = leave_out(dispatcher, rows, sent, self.watch)
             else:
                 y = dispatcher.combine(rows, sent)

@@ -27,7 +27,7 @@ def leave_out(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched, watch: Wat
         watch: What watches the result. Without it, the recomputation must stop here.
 
     Returns:
-        NaN in the shape of the result.
+        NaN in the shape of the result. Where gradients are not recorded, a watch sees nothing, so the result itself.
 
     Raises:
         InputError: The recomputation has not stopped.
@@ -43,6 +43,8 @@ def leave_out(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched, watch: Wat
             f"Dispatcher.combine: a recomputation{of(dispatcher)} must save the tensors of its forward, got others. "
             "Checkpoint a function that does the same each time."
         )
+    if y.grad_fn is None:
+        return dispatcher.combine(rows, sent)
     watch.dispatcher, watch.combine = dispatcher, y.grad_fn
     return y
 
@@ -51,12 +53,12 @@ def leave_out(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched, watch: Wat
 class Watch(saved_tensors_hooks):
     """Watches the tensors that a recomputation saves, and reports one that is computed from a combine left out.
 
-    It passes them on to the hooks that are in force. It knows what autograd has recorded: a mask, or a tensor that was
-    detached, is not seen.
+    It passes them on to the hooks that are in force. It knows what autograd has recorded: a mask, a tensor that was
+    detached, or what compiled code saves, is not seen.
 
     Attributes:
         dispatcher: Dispatcher of the combine; None before it.
-        combine: Node of the combine in the autograd graph; None before it, after a report, and without gradients.
+        combine: Node of the combine in the autograd graph; None before it and after a report.
     """
 
     def __init__(self) -> None:
@@ -78,7 +80,7 @@ class Watch(saved_tensors_hooks):
         self.combine = None
         error = InputError(
             f"keep_routes: with only_added, the result of the last combine{of(self.dispatcher)} must only be added "
-            f"to other tensors, got a function that saves {tuple(tensor.shape)} computed from it by "
+            f"to other tensors, got a function that saves what is computed from it by "
             f"{type(tensor.grad_fn).__name__}. Leave only_added out."
         )
         report(self.dispatcher, torch.zeros((), dtype=torch.int64, device=tensor.device), error)

@@ -112,11 +112,11 @@ _unasked: weakref.WeakKeyDictionary[Channel, weakref.WeakSet[Log]] = weakref.Wea
 
 
 def dispatch_anew(
-    log: Log, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
+    told: str, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
 ) -> tuple[Kept, Dispatched | InFlight]:
-    """Make a dispatch, and keep its route."""
+    """Make a dispatch whose ranks compare ``told``, and keep its route."""
     recorded = torch.is_grad_enabled()
-    of_thread.grad_mode = f"{'enabled' if recorded else 'disabled'}{log.told}"
+    of_thread.grad_mode = f"{'enabled' if recorded else 'disabled'}{told}"
     try:
         arriving = dispatcher.dispatch(x, routing, plan, async_op=async_op)
     finally:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.backends.deep_ep import deepep_v2
 from moe_dispatch.backends.deep_ep import hybrid_rules as hybrid
 from moe_dispatch.backends.deep_ep.buffers import ProcessSwitch
 from moe_dispatch.dispatchers import SlotWeights, run_in_chunks
@@ -147,25 +146,6 @@ def test_a_weight_of_zero_is_no_padding(backend: dict[str, Any]) -> None:
         assert int(dispatcher.metrics(gather=True).real_tokens_per_expert.sum()) == 2 * 6 * 2
 
     on_dispatchers(body, config(backend, pad_multiple=16))
-
-
-def test_padding_of_expanded_rows_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    find, found = deepep_v2._real_rows, list[int]()
-
-    def finds(*given: Any) -> Tensor:
-        found.append(given[2])
-        return find(*given)
-
-    monkeypatch.setattr(deepep_v2, "_real_rows", finds)
-
-    def body(dispatcher: Dispatcher, rank: int) -> None:
-        x = torch.ones(6, 256).requires_grad_()
-        for calls in (1, 2):
-            sent = dispatcher.dispatch(x, random_routing(6, rank))
-            dispatcher.combine(sent.rows, sent).sum().backward()
-            assert len(found) == calls
-
-    on_dispatchers(body, config({**V25, "expand": True}, wire="float8_e4m3fn"), 1)
 
 
 def test_a_permutation_is_refused_where_the_library_reorders() -> None:

@@ -141,6 +141,53 @@ def test_a_result_that_is_saved(fields: dict[str, Any], how: str, on: tuple[int,
         assert [type(error) for error in found] == [InputError if rank in on else PeerError for rank in range(2)]
 
 
+@EACH_MODE
+def test_a_call_that_only_combines(fields: dict[str, Any]) -> None:
+    def body(group: Group) -> Any:
+        layer, x = Layer(layer_config(**fields), group), tokens(group)
+        sent = layer.dispatcher.dispatch(x, layer.route(x))
+
+        def behind(rows: Tensor) -> Tensor:
+            y = layer.dispatcher.combine(rows, sent)
+            return y.tanh() if group.rank() == 1 else y
+
+        def run() -> None:
+            called(HOWS[0], behind, sent.rows).sum().backward()
+            layer.dispatcher.check()
+
+        found = caught(run)
+        layer.dispatcher.close()
+        return found
+
+    raises_everywhere(on_ranks(body, 2), MoEDispatchError, "must only be added to other tensors", "only_added out")
+
+
+@EACH_MODE
+def test_a_reentrant_checkpoint_inside_whose_result_is_saved(fields: dict[str, Any]) -> None:
+    """Without gradients nobody can see what is saved, so the forward of the inner one combines."""
+
+    def body(group: Group, outer: str, inner: str) -> list[Tensor]:
+        layer, x = Layer(layer_config(**fields), group), tokens(group)
+        called(outer, lambda x: called(inner, layer, x).tanh(), x).sum().backward()
+        layer.dispatcher.close()
+        return gradients(x, layer)
+
+    wanted = on_ranks(partial(body, outer="plain", inner="plain"), 2)
+    assert_equal(on_ranks(partial(body, outer=HOWS[0], inner="reentrant, anew"), 2), wanted)
+
+
+def test_frozen_experts_on_one_rank() -> None:
+    layer, norm = Layer(layer_config("local"), None).requires_grad_(requires_grad=False), torch.ones(D)
+    found = []
+    for how in ("plain", HOWS[0]):
+        weight = norm.clone().requires_grad_()
+        y = called(how, lambda x, weight: functional.rms_norm(layer(x), (D,), weight), tokens(None).detach(), weight)
+        y.square().sum().backward()
+        assert weight.grad is not None
+        found.append([weight.grad])
+    assert_equal(found[1:], found[:1])
+
+
 @pytest.mark.parametrize("case", ["alltoall", "alltoall, on device", "allgather, on device", "graph-safe"])
 @pytest.mark.parametrize("how", HOWS)
 def test_exchanges_of_a_recomputed_dispatch(case: str, how: str, request: pytest.FixtureRequest) -> None:
@@ -155,11 +202,12 @@ def test_exchanges_of_a_recomputed_dispatch(case: str, how: str, request: pytest
         assert found[how] == +Counter({"dispatch": 3, "recompute": of_backward})
 
 
+@pytest.mark.parametrize("outer", ["plain", "kept"])
 @pytest.mark.parametrize("backend", ["alltoall", "allgather"])
-def test_ranks_that_differ(backend: str) -> None:
+def test_ranks_that_differ(backend: str, outer: str) -> None:
     def body(group: Group) -> None:
-        layer = Layer(layer_config(backend), group)
-        found = caught(step, layer, tokens(group), "kept" if group.rank() == 0 else HOWS[0])
+        layer, how = Layer(layer_config(backend), group), "kept" if group.rank() == 0 else HOWS[0]
+        found = caught(called, outer, lambda x: called(how, layer, x).tanh(), tokens(group))
         layer.dispatcher.close()
         if isinstance(found, Exception):
             raise found

@@ -64,17 +64,29 @@ def test_results_are_those_of_the_arguments_of_each_launch() -> None:
     assert len(kernel._known) == 1
 
 
-def test_hooks_of_profilers_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_of_profilers_are_called(name: str) -> None:
+    """What Triton compiles meanwhile may be other code, so it is not remembered."""
     kernel, out, names = Kernel(sum_kernel, **SIZES), torch.empty(16, device="cuda"), list[str]()
     kernel[(1,)](out, None, out, 1, 3, block=16)
-    hook = lambda metadata: names.append(metadata.get()["name"])  # noqa: E731
-    triton.knobs.runtime.launch_enter_hook.add(hook)
+    hooks, hook = getattr(triton.knobs.runtime, name), lambda metadata: names.append(metadata.get()["name"])
+    hooks.add(hook)
     try:
-        kernel[(1,)](out, None, out, 1, 3, block=16)
+        for stride in (3, 5):
+            kernel[(1,)](out, None, out, 1, stride, block=16)
     finally:
-        triton.knobs.runtime.launch_enter_hook.remove(hook)
+        hooks.remove(hook)
     kernel[(1,)](out, None, out, 1, 3, block=16)
-    assert names == ["sum_kernel"]
+    assert names == ["sum_kernel", "sum_kernel"]
+    assert len(kernel._known) == 1
+
+
+def test_hooks_before_each_run_are_called() -> None:
+    kernel, out, strides = Kernel(sum_kernel, **SIZES), torch.empty(16, device="cuda"), list[int]()
+    kernel[(1,)](out, None, out, 1, 3, block=16)
+    kernel.add_pre_run_hook(lambda *args, **_: strides.append(args[4]))
+    kernel[(1,)](out, None, out, 1, 3, block=16)
+    assert strides == [3]
 
 
 def test_memory_of_kinds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -277,7 +277,7 @@ class ElasticDeepEP(DeepEP):
             context=self.context,
             spread=partial(self.send_again, handle=handle),
             collect=partial(self.combine, handle=handle),
-            is_real=cache(partial(_real_rows, padded_L, real_L, len(weights_R))),
+            is_real=partial(_real_rows, padded_L, real_L, len(weights_R)),
         )
         return Arrived(
             rows=route.arrived(payload),
