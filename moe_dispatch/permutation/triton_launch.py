@@ -1,7 +1,7 @@
-"""The launch of Triton kernels. With few rows, a step of a model is bound by the time that the host takes to launch.
+"""Launch Triton kernels quickly. With few rows, a step of a model is bound by the time that the host takes to launch.
 
-In each launch Triton looks at all arguments to find the code that it has compiled for such arguments. That takes most
-of the time of a launch, and a ``Kernel`` remembers it.
+In each launch Triton inspects all arguments to find the code that it has compiled for such arguments. That takes most
+of the time of a launch. A ``Kernel`` remembers the code it found.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _runtime: Any = triton.knobs.runtime
 
 
 class Kernel(JITFunction):  # type: ignore[misc]
-    """A kernel that is launched on the device of its first argument. Sizes without specialisation are integers."""
+    """A kernel that runs on the device of its first argument. Arguments in ``do_not_specialize`` are integers."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -77,7 +77,7 @@ def kernel(function: Any = None, **options: Any) -> Any:
 
 
 def cdiv(count: int, size: int) -> int:
-    """Return ``count / size``, rounded up. Triton's function takes 50 times as long, and so does that of powers."""
+    """Return ``count / size``, rounded up. Triton's own function costs microseconds, as does its next power of 2."""
     return -(-count // size)
 
 

@@ -58,7 +58,7 @@ def keep_routes(context_fn: Callable[[], Contexts] | None = None, *, only_added:
             is NaN. If the call saves a tensor that autograd derives from it, the backward ends with an InputError on
             every rank, or in graph-safe mode ``Dispatcher.check`` raises it. Autograd does not see a mask, an index or
             a log that is made of it, nor what compiled code or a ``torch.autograd.Function`` computes from it and
-            saves. The caller promises that there are none, and no other way finds it out.
+            saves. The caller promises that there is nothing of this kind: a broken promise goes unnoticed.
 
     Returns:
         The context of the forward and the context of its recomputations.
@@ -68,8 +68,8 @@ def keep_routes(context_fn: Callable[[], Contexts] | None = None, *, only_added:
     ends with one small all-reduce on the control group for each channel, and a host sync. If the control group is on
     the CPU, or with ``debug``, each recomputed dispatch has a small all-reduce too; otherwise the first one of a
     backward has it without ``only_added``, which is a host sync. In graph-safe mode nothing waits for the device and
-    no rank asks another one, so without ``only_added`` more than one rank repeat the last combine. What a dispatch
-    carried is kept too.
+    no rank asks another one, so without ``only_added`` the last combine is repeated if there are several ranks. What a
+    dispatch carried is kept too.
     """
     log = Log(only_added=only_added)
     contexts: Contexts = (_Entered(Keeping, log), _Entered(Repeating, log))
@@ -85,8 +85,8 @@ def keep_routes_of(function: Callable[Parameters, Result], *, only_added: bool =
     This is ``keep_routes`` for checkpoints without a ``context_fn``: ``checkpoint(keep_routes_of(layer), x,
     use_reentrant=True)``, and Megatron's ``tensor_parallel.checkpoint``. Call it anew for each checkpointed call: the
     first call of the result is the forward, and calls inside a backward are recomputations. A reentrant recomputation
-    leaves the last combine out with ``only_added`` only, because its forward does not show what would be saved. What
-    other hooks inside of it save, such as those that offload tensors, is not seen then.
+    leaves the last combine out only with ``only_added``, because its forward does not show what would be saved. It does
+    not see what passes through other hooks of saved tensors inside the call, such as those that offload activations.
     """
     logs: list[Log] = []
 

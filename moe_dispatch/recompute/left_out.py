@@ -21,13 +21,14 @@ def leave_out(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched, watch: Wat
     """Save what the backward of the last combine needs, and exchange nothing.
 
     Args:
-        dispatcher: The dispatcher, and what its ``combine`` is given: ``rows`` and ``sent``.
-        rows: As there.
-        sent: As there.
+        dispatcher: The dispatcher whose ``combine`` was called.
+        rows: As in ``Dispatcher.combine``.
+        sent: As in ``Dispatcher.combine``.
         watch: What watches the result. Without it, the recomputation must stop here.
 
     Returns:
-        NaN in the shape of the result. Where gradients are not recorded, a watch sees nothing, so the result itself.
+        NaN in the shape of the result. With a watch, the result itself where gradients are not recorded, because the
+        watch sees nothing there.
 
     Raises:
         InputError: The recomputation has not stopped.
