@@ -11,6 +11,7 @@ import json
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar, final
 
@@ -71,11 +72,32 @@ class Communicator:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.observers = observers_of(group)
-        self.rank = 0 if group is None else group.rank()
-        self.size = 1 if group is None else group.size()
+        inside = None if group is None else real_group(group)
+        self._is_wrapped = inside is not group
+        self.rank = 0 if inside is None else inside.rank()
+        self.size = 1 if inside is None else inside.size()
         self.bytes_sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         _communicators.add(self)
+
+    @property
+    def library_group(self) -> dist.ProcessGroup | None:
+        """The group to hand to a library, which reads facts in C++: the one inside a wrapper, see ``real_group``."""
+        return None if self.group is None else real_group(self.group)
+
+    def _maker_of(self, name: str) -> dist.ProcessGroup:
+        """Return the group whose method ``name`` makes a collective: the wrapper if its class defines the method."""
+        wrapper = self.group
+        assert wrapper is not None
+        if (inside := real_group(wrapper)) is wrapper:
+            raise _holds_none(wrapper)
+        if (inside.rank(), inside.size()) != (self.rank, self.size):
+            raise StateError(
+                f"Dispatcher: the group in the {type(wrapper).__name__} must have the rank and the size that the "
+                f"dispatcher was built with, {self.rank} of {self.size}, got {inside.rank()} of {inside.size()}. Close "
+                "the dispatcher and build another."
+            )
+        return inside if getattr(type(wrapper), name) is getattr(dist.ProcessGroup, name) else wrapper
 
     def let_go(self) -> None:
         """Drop the process group, at ``close`` or at the end of the process. Nothing can be sent afterwards."""
@@ -100,7 +122,8 @@ class Communicator:
                 f"Dispatcher: the group must be in use, got a call ({label}) after close(). Close the dispatcher after "
                 "the last backward."
             )
-        start = partial(getattr(_ALONE if self.group is None else self.group, name), *arguments)
+        group: Any = _ALONE if self.group is None else self._maker_of(name) if self._is_wrapped else self.group
+        start = partial(getattr(group, name), *arguments)
         for observer in self.observers:
             start = partial(observer.collective, label, nbytes, tensor, start)
         started: Work = start(options)
@@ -376,9 +399,55 @@ def _refuse_difference(facts: Mapping[int, Mapping[str, Any]], *, of_call: bool)
                 raise InputError(text) if of_call else ConfigError(text)
 
 
+def real_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the group that has the backends and the store.
+
+    A trainer may put a Python subclass of ProcessGroup around a group, to destroy it and to make it anew. torch reads
+    most facts of a group in C++ and never asks the subclass. So ask this function again whenever a fact is needed.
+    A wrapper holds its group in an attribute; without such an attribute, it is returned itself.
+    """
+    while type(group) is not dist.ProcessGroup:
+        inside = [held for held in vars(group).values() if isinstance(held, dist.ProcessGroup)]
+        if not inside:
+            break
+        group = inside[0]
+    return group
+
+
 def device_types(group: dist.ProcessGroup | None) -> set[str]:
-    """Return the types of devices whose tensors a group can exchange. Empty without a group: any device is fine."""
-    return set() if group is None else {device.type for device in group._device_types}
+    """Return the types of devices whose tensors a group can exchange. Empty without a group: any device is fine.
+
+    Raises:
+        StateError: The group is a wrapper that holds no group.
+    """
+    if group is None:
+        return set()
+    inside = real_group(group)
+    with suppress(AttributeError):  # a wrapper that looks for it in the group that it has let go
+        if kinds := {device.type for device in inside._device_types}:
+            return kinds
+    backends = dist.Backend.backend_capability
+    kinds = {kind for name in backends if name in _backend_name(inside) for kind in backends[name]}
+    if not kinds and type(inside) is not dist.ProcessGroup:
+        raise _holds_none(group)
+    return kinds
+
+
+def _holds_none(group: dist.ProcessGroup) -> StateError:
+    """Return the error of a Python group that has neither a group inside nor a backend that torch knows."""
+    return StateError(
+        f"Dispatcher: the {type(group).__name__} must hold a process group, got one that holds none. Make the group "
+        "inside anew before the next call."
+    )
+
+
+def _backend_name(group: dist.ProcessGroup) -> str:
+    """Return the name of the backend of a group that is written in Python, such as "torchft-nccl"; "" if unknown."""
+    with suppress(AttributeError, KeyError, RuntimeError, ValueError):
+        return dist.get_backend(group)
+    with suppress(AttributeError, RuntimeError):
+        return str(group.getBackendName())  # type: ignore[attr-defined]
+    return ""
 
 
 def device_of(group: dist.ProcessGroup | None, preferred: torch.device) -> torch.device:
@@ -401,7 +470,7 @@ def own_device(group: dist.ProcessGroup | None, device: torch.device | str) -> t
 
     Without a number, a device is the current one, which is cuda:0 on every rank that does not set it.
     """
-    device, bound = torch.device(device), None if group is None else group.bound_device_id
+    device, bound = torch.device(device), None if group is None else getattr(real_group(group), "bound_device_id", None)
     return bound if bound is not None and device.index is None and bound.type == device.type else device
 
 

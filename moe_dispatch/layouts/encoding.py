@@ -48,9 +48,9 @@ def broadcast_layout(layout: Layout | None, group: dist.ProcessGroup, src: int =
     Cost: an all-gather of an integer, a broadcast, and an all-gather of an integer. There are host syncs if the group
     is NCCL or the tensors are on a device. Call this once per micro-batch, not per layer.
     """
-    if not 0 <= src < group.size():
-        raise ConfigError(f"broadcast_layout: src must lie in 0..{group.size() - 1}, got {src}.")
     communicator = Communicator(group)
+    if not 0 <= src < communicator.size:
+        raise ConfigError(f"broadcast_layout: src must lie in 0..{communicator.size - 1}, got {src}.")
     message = encode(layout) if layout is not None and encodable(layout) else None
     state = len(message) if message is not None else _ABSENT if layout is None else _FOREIGN
     states = [state for (state,) in communicator.gather_integers([state], label="layout")]

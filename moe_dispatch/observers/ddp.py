@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch._observers import Observer
+from moe_dispatch.communication import real_group
 from moe_dispatch.dispatchers.autograd import Dispatch
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class DDPObserver(Observer):
         shared = set[int]()
         with suppress(KeyError):  # torch.distributed does not know a group that was made by hand
             shared = {*dist.get_process_group_ranks(wrapper.process_group)} & {
-                *dist.get_process_group_ranks(self._group)
+                *dist.get_process_group_ranks(real_group(self._group))
             }
         if managed and len(shared) > 1:
             warnings.warn(

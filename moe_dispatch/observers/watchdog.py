@@ -39,7 +39,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from moe_dispatch._observers import CollectiveObserver, observers_of
-from moe_dispatch.communication import Work
+from moe_dispatch.communication import Work, real_group
 from moe_dispatch.config import ENVIRONMENT_PREFIX, LONGEST_WATCHDOG, SHORTEST_WATCHDOG, DispatcherConfig
 from moe_dispatch.dispatchers.channel import open_channels
 from moe_dispatch.errors import ConfigError, LostPeerError, shown
@@ -180,10 +180,11 @@ class Watch(CollectiveObserver):
         self.layer = self.raised = self.error = ""
         self.call = self.finished = WatchedCall(self, 0, "", 0)
         self._group = weakref.ref(group)
-        self._rank, self._size = group.rank(), group.size()
+        inside = real_group(group)
+        self._rank, self._size = inside.rank(), inside.size()
         self._names = _rank_names(group)
         self._host, self._beat = socket.gethostname(), 0
-        self._held: Any = group.get_group_store()  # the rank that hosts the store serves it while it is held
+        self._held: Any = inside.get_group_store()  # the rank that hosts the store serves it while it is held
         # The thread has its own connection, so that it does not wait for the training script's use of the store.
         self._store = PrefixStore("moe_dispatch/watchdog", self._held).clone()  # type: ignore[attr-defined]
         self._job: Any = self._store._underlying_non_prefix_store  # the keys that all groups of the job share
@@ -381,7 +382,7 @@ class Watch(CollectiveObserver):
 def _rank_names(group: dist.ProcessGroup) -> list[str]:
     """Return the ranks of the group in the default group; empty for a group that torch.distributed does not know."""
     with suppress(KeyError, ValueError, RuntimeError):
-        return [str(rank) for rank in dist.get_process_group_ranks(group)]
+        return [str(rank) for rank in dist.get_process_group_ranks(real_group(group))]
     return []
 
 

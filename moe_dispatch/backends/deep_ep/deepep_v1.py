@@ -114,7 +114,7 @@ class NormalDeepEP(DeepEP):
         super().reserve(Sizes(group_max_rows=1))
 
     def make(self, rows: int) -> Any:
-        group = self.context.communicator.group
+        group = self.context.communicator.library_group
         return self._class(group, *self._bytes, explicitly_destroy=True, **self._queues)
 
     def reserve(self, sizes: Sizes) -> None:

@@ -180,7 +180,7 @@ class ElasticDeepEP(DeepEP):
     def _make(self, **arguments: Any) -> Any:
         try:
             with nullcontext() if self._uses_gin else _gin_is_off.at("1"):
-                return self._class(self.context.communicator.group, explicitly_destroy=True, **arguments)
+                return self._class(self.context.communicator.library_group, explicitly_destroy=True, **arguments)
         except Exception as error:
             if "GIN" not in str(error) and "GDAKI" not in str(error):
                 raise

@@ -179,7 +179,7 @@ class HybridEP(LibraryBackend):
         with _making_folder:
             folder = _fresh_folder()
         with domain, _cache_variable.at(folder):
-            group = self.context.communicator.group
+            group = self.context.communicator.library_group
             buffer = self._class(group=group, max_num_of_tokens_per_rank=rows, **self._arguments)
         taken = getattr(buffer, "num_of_hybrid_ep_ranks_per_nvlink_domain", self._domain)
         if taken != self._domain:

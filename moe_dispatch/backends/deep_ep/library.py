@@ -215,7 +215,8 @@ class LibraryOptions(BackendOptions):
         assert isinstance(library, Library)
         if communicator.group is None and not library.emulated:
             raise ConfigError(f"Backend {self.name!r} needs a process group, even for one rank, got None. Pass group=.")
-        bound = None if communicator.group is None or library.emulated else communicator.group.bound_device_id
+        inside = communicator.library_group
+        bound = None if inside is None or library.emulated else inside.bound_device_id
         current = None if bound is None else torch.get_device_module(bound).current_device()
         if bound is not None and bound.index != current:
             raise ConfigError(

@@ -102,7 +102,7 @@ class NcclEPOptions(BackendOptions):
         backend, problem = None, None
         try:
             if found.device == "cuda":
-                _check_group(context.communicator.group)
+                _check_group(context.communicator.library_group)
             backend = NcclEP(found, context, self.num_sms)
         except ConfigError as error:  # what is in the way may be on this rank only
             problem = error
@@ -206,7 +206,7 @@ class NcclEP(Backend):
             logger.info("backend 'nccl_ep': the group for %d rows per rank is made anew, for %d.", self._rows, bound)
             self._finalize()
         self.ep.ep_bootstrap(
-            self.context.communicator.group,
+            self.context.communicator.library_group,
             num_experts=shape.num_experts,
             max_tokens_per_rank=bound,
             hidden_dim=shape.hidden_size,
