@@ -292,7 +292,8 @@ def check_values(routing: Routing, valid_T: Tensor | None, num_experts: int) -> 
     Raises:
         InputError: An id is outside -1..num_experts-1, or a weight is not finite.
     """
-    ids, weights = routing.topk_ids, routing.topk_weights
+    # Detached: in a checkpointed forward, a check must not save tensors, because its recomputation does not repeat it.
+    ids, weights = routing.topk_ids, routing.topk_weights.detach()
     if (problem := problem_of_ids(ids, num_experts, valid_T)) is not None:
         raise problem
     wrong_TK = ~torch.isfinite(weights) & (ids >= 0)
