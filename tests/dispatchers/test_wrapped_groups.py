@@ -27,7 +27,7 @@ class Silent(dist.ProcessGroup):
 
     def __init__(self, make: Make) -> None:
         self.made = make()
-        super().__init__(0, 1)  # as torchft's wrappers do; the group inside knows better
+        super().__init__(0, 1)  # type: ignore[call-arg]  # as torchft's wrappers do; the group inside knows better
         self.make = make
 
     def reload(self) -> None:
