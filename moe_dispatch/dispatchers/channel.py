@@ -33,6 +33,7 @@ from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.communication import Communicator, control_device, device_types, own_device, raise_alike
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.meter import Meter
+from moe_dispatch.dispatchers.names import check_name
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, shape_of
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, StateError
 from moe_dispatch.permutation import choose_permutation
@@ -201,14 +202,19 @@ class Lease:
         self._collected.atexit = False  # at exit the process group is gone, and the process frees everything
 
     def rename(self, name: str) -> None:
-        """Give the dispatcher another name."""
+        """Give the dispatcher another name. Raises ConfigError if the name has characters that are not printable."""
+        check_name(name)
         self.name = self.opened.meter.names[self.layer] = name
 
-    def release(self) -> None:
-        """Give the share back. A second call does nothing."""
+    def release(self, *, by_hand: bool = True) -> None:
+        """Give the share back. A second call does nothing.
+
+        Args:
+            by_hand: Whether all ranks do so now. Else a close that is collective is left out.
+        """
         self.shared.announce(self.name)
         if self._collected.detach() is not None:
-            _release(self.opened, by_hand=True)
+            _release(self.opened, by_hand=by_hand)
 
     def enter(self, verb: str = "") -> Channel:
         """Return the channel for a call, and tell what observes the groups who calls.
@@ -343,7 +349,9 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     process_group, control_group = _process_group(group), _process_group(control_group)
     if group is None and config.backend_name != "local" and _ranks_of_job() > 1:
         _warn_of_one_rank()
-    agreed, problem = _attempt(lambda: observe_groups(config, filter(None, (process_group, control_group)), name))
+    agreed, problem = _attempt(lambda: check_name(name))
+    if problem is None:
+        agreed, problem = _attempt(lambda: observe_groups(config, filter(None, (process_group, control_group)), name))
     communicator = Communicator(process_group)
     control = communicator if control_group is None else Communicator(control_group)
     if problem is None and (control.size, control.rank) != (communicator.size, communicator.rank):

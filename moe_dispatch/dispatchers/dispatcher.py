@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, final, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, final, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch._interceptors import load_carry, of_thread
@@ -21,6 +21,7 @@ from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import autograd, checks
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
 from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel, profiler_range
+from moe_dispatch.dispatchers.names import OwnNames
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
 from moe_dispatch.layouts import BSHD, Layout, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
@@ -33,7 +34,7 @@ Result = TypeVar("Result")
 Carry = Mapping[str, Tensor] | None
 
 
-class Dispatcher(nn.Module):
+class Dispatcher(OwnNames):
     """Send a model's rows to their experts, and bring the results back in the shape of the input.
 
     There are two ways to use a Dispatcher. Call ``dispatch`` and ``combine``, and run the experts in between. Or define
@@ -41,24 +42,29 @@ class Dispatcher(nn.Module):
     ``layout_of`` if the model's tensors are neither BSHD nor rows.
 
     A Dispatcher has no parameters, buffers or state-dict keys of its own, so a subclass may have a submodule
-    ``experts``. Build one for each layer: dispatchers with the same config and group share a backend and its buffers.
+    ``experts``. It refuses names that a Dispatcher needs, such as ``config`` or ``plan``. Build one for each layer:
+    dispatchers with the same config and group share a backend and its buffers. A ``with`` block closes it at its end.
 
     Args:
         config: The sizes of the model, and the backend.
         group: The expert-parallel group, a one-dimensional DeviceMesh, or None for one rank without torch.distributed.
         control_group: A CPU group of the same ranks, on which the ranks agree on sizes. The agreement then neither
             makes a GPU wait nor mixes with other collectives on ``group``. By default ``group`` is used.
-        name: Place in the model, such as "stage 2, layers.7.mlp". Errors of the verbs contain it. It may differ
-            between ranks.
+        name: Place in the model, such as "stage 2, layers.7.mlp", in printable characters. Errors of the verbs contain
+            it. It may differ between ranks.
 
     Raises:
-        ConfigError: The config breaks a rule on this group, or the configs of the ranks differ. Raised on every rank.
+        ConfigError: The config breaks a rule on this group, the name is not printable, or the configs of the ranks
+            differ. Raised on every rank. Also, on this rank, for a name that a subclass must not use.
         BackendUnavailableError: The backend cannot run here.
         PeerError: Building failed on another rank.
 
     Cost: building is collective, with one small all-reduce on the control group. The first dispatcher of a config and
     group needs two more all-reduces, an exchange of host names, and the backend's buffers.
     """
+
+    config: DispatcherConfig
+    _lease: Lease
 
     def __init__(
         self,
@@ -73,12 +79,27 @@ class Dispatcher(nn.Module):
             ways_out = {dict: "DispatcherConfig(**your_dict)", str: "DispatcherConfig.load(path)"}
             way_out = ways_out.get(type(config), "a DispatcherConfig")
             raise ConfigError(f"Dispatcher: pass {way_out}, not a {type(config).__name__}.")
-        self.config = config
-        self.name = name
         with real_tensors():
-            self._lease = lease_channel(config, group, control_group, name)
+            lease = lease_channel(config, group, control_group, name)
+            self.__dict__.update(config=config, _lease=lease)  # past __setattr__, which refuses these names
             if torch.cuda.is_available():
                 autograd.make_anchor(self._channel.device_of_rows())
+
+    @property
+    def name(self) -> str:
+        """Place in the model, which errors, metrics and traces show. It may be set."""
+        return self._lease.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._lease.rename(name)
+
+    def __enter__(self) -> Self:
+        self._lease.enter()  # raises if closed
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._lease.release(by_hand=error is None)  # closing may be collective, and peers may have no error
 
     @property
     def _channel(self) -> Channel:

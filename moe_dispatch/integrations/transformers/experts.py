@@ -60,7 +60,7 @@ class ExpertParallel:
 
     def give_name(self, experts: nn.Module, name: str) -> None:
         """Name the dispatcher after its module."""
-        _rename(self.dispatcher, name)
+        self.dispatcher.name = name
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Run the experts on the batch of this rank (T, D), with global ids and weights (T, K)."""
@@ -110,7 +110,7 @@ class ExpertsFunction:
         """Give a module a dispatcher of its own, with its name. It shares the channel, so nothing is exchanged."""
         if self.dispatcher_of(experts) is self.dispatcher:
             own = copy.deepcopy(self.dispatcher)
-            _rename(own, name)
+            own.name = name
             experts.__dict__[_LAYER] = own  # not as a submodule, because it is no part of the model
 
     def __call__(self, experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -130,11 +130,6 @@ class ExpertsFunction:
         own = slice(self.ranks.rank * local, (self.ranks.rank + 1) * local)
         weights = {name: weight[own] for name, weight in stacked_weights(experts).items()}
         return view_of(experts, weights, num_experts=local)
-
-
-def _rename(dispatcher: Dispatcher, name: str) -> None:
-    dispatcher.name = name
-    dispatcher._lease.rename(name)
 
 
 def _check_held_experts(experts: nn.Module, config: DispatcherConfig, ep_size: int, *, held: int) -> None:

@@ -6,6 +6,7 @@ import copy
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -63,6 +64,42 @@ def test_config_that_is_not_the_models_is_refused() -> None:
         config_for(LlamaConfig())
     given = config_for(LlamaConfig(hidden_size=HIDDEN), backend="local", num_experts=EXPERTS, top_k=TOP_K)
     assert given == config()
+
+
+def test_layers_with_numbers_of_their_own_are_named() -> None:
+    from transformers import HunYuanMoEV1Config
+
+    sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "num_hidden_layers": 2}
+    uneven = HunYuanMoEV1Config(moe_topk=[2, 4], **sizes)
+    text = (
+        r"config_for: num_experts_per_tok of HunYuanMoEV1Config must be one number, got a number for each layer, "
+        r"\[2, 4\]\. Pass top_k= with the number of the layers that this config is for, such as top_k=2"
+    )
+    with pytest.raises(ConfigError, match=text):
+        config_for(uneven)
+    assert [config_for(uneven, top_k=number).top_k for number in (2, 4)] == [2, 4]
+    with pytest.raises(
+        ConfigError, match=r"top_k must be that of the model, got 3, and 2 or 4 in .* Pass one of these"
+    ):
+        config_for(uneven, top_k=3)
+    assert config_for(HunYuanMoEV1Config(moe_topk=[TOP_K] * 2, **sizes), backend="local") == config()
+    assert config_for(HunYuanMoEV1Config(moe_topk=[0, TOP_K], **sizes), backend="local") == config()  # a dense layer
+    for wrong in (2.0, "2", 0, [2, "4"], [0], []):
+        other = SimpleNamespace(
+            num_experts=EXPERTS, hidden_size=HIDDEN, num_experts_per_tok=wrong
+        )  # of another library
+        with pytest.raises(ConfigError, match=r"must have top_k, got num_experts_per_tok=" + re.escape(repr(wrong))):
+            config_for(other)
+
+
+def test_configs_by_layer_of_transformers_are_read() -> None:
+    base = {**config_of(FAMILY).to_dict(), "num_hidden_layers": 2}
+    kind = type(config_of(FAMILY))
+    layered = kind(**base, per_layer_config={1: {"num_experts_per_tok": 4}})
+    with pytest.raises(ConfigError, match=rf"num_experts_per_tok of Qwen3MoeConfig must be .* \[{TOP_K}, 4\]"):
+        config_for(layered)
+    assert config_for(layered, top_k=4).top_k == 4
+    assert config_for(layered.per_layer_config[1]).top_k == 4
 
 
 def test_quantised_rows_are_refused() -> None:
