@@ -38,7 +38,8 @@ PUBLIC = {
         "LostPeerError MoEDispatchError PeerError StateError TraceError",
     ),
     "moe_dispatch.dispatchers": _names(
-        stable="Dispatcher build_dispatcher Metrics RequiredCapacity", experimental="SlotWeights join run_in_chunks"
+        stable="Dispatcher build_dispatcher Metrics RequiredCapacity",
+        experimental="SlotWeights even_rounds run_in_chunks",
     ),
     "moe_dispatch.backends": _names(
         stable="register_backend known_backends load_backend parse_backend",

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar, final
+from typing import Any, Protocol, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -319,7 +319,7 @@ def raise_alike(
         refused, high, low, *highest = found
         if not refused and high == -low:
             return highest
-        mine = [_plain(facts), None if problem is None else text_of(problem)]
+        mine = [_plain(facts), None if problem is None else _text_of(problem)]
         everyone = control.gather_json(mine, label=label)
     except Exception as failure:  # the peers are in another collective; this rank's own error matters more
         if problem is None:
@@ -329,20 +329,9 @@ def raise_alike(
         if unheard is not None:
             problem.add_note(f"The other ranks were not told: {unheard}")
         raise problem
-    raise_told(everyone, of_call=of_call)
-
-
-def raise_told(told: Sequence[Any], *, of_call: bool) -> NoReturn:
-    """Raise the error of ranks that refuse, or else of the first fact that differs.
-
-    Args:
-        told: The facts of each rank, and the text of its error or None. None for a rank that is done in ``join``.
-        of_call: As in ``raise_alike``.
-    """
-    texts = {rank: of_rank for rank, of_rank in enumerate(told) if of_rank is not None}
-    refusals = [f"rank {rank} refused: {text}" for rank, (_, text) in texts.items() if text is not None]
+    refusals = [f"rank {rank} refused: {text}" for rank, (_, text) in enumerate(everyone) if text is not None]
     if not refusals:
-        _refuse_difference({rank: facts or {} for rank, (facts, _) in texts.items()}, of_call=of_call)
+        _refuse_difference([of_rank or {} for of_rank, _ in everyone], of_call=of_call)
     raise PeerError("; ".join(refusals) + " [MD08]")
 
 
@@ -374,14 +363,14 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def text_of(problem: BaseException) -> str:
+def _text_of(problem: BaseException) -> str:
     """Return the text of an error for the peers. It starts with the type unless the error is our own."""
     if isinstance(problem, MoEDispatchError):
         return str(problem)
     return f"{type(problem).__name__}: {str(problem) or 'no text'}"
 
 
-def _refuse_difference(facts: Mapping[int, Mapping[str, Any]], *, of_call: bool) -> None:
+def _refuse_difference(facts: Sequence[Mapping[str, Any]], *, of_call: bool) -> None:
     """Raise an error for the first fact that differs between ranks.
 
     A fact may be missing on a rank with another version of the library.
@@ -389,13 +378,12 @@ def _refuse_difference(facts: Mapping[int, Mapping[str, Any]], *, of_call: bool)
     way_out = "Make the same call on every rank."
     if not of_call:
         way_out = "Give every rank the same config, library and environment. [MD03]"
-    first = min(facts)
-    for name in dict.fromkeys(name for of_rank in facts.values() for name in of_rank):
-        values = {rank: repr(of_rank[name]) if name in of_rank else "nothing" for rank, of_rank in facts.items()}
-        texts = {rank: canonical_json(told[name]) if name in told else "nothing" for rank, told in facts.items()}
-        for rank, value in values.items():
-            if texts[rank] != texts[first]:
-                text = f"Ranks disagree on {name}: rank {first} has {values[first]}, rank {rank} has {value}. {way_out}"
+    for name in dict.fromkeys(name for of_rank in facts for name in of_rank):
+        values = [repr(of_rank[name]) if name in of_rank else "nothing" for of_rank in facts]
+        texts = [canonical_json(of_rank[name]) if name in of_rank else "nothing" for of_rank in facts]
+        for rank, value in enumerate(values):
+            if texts[rank] != texts[0]:
+                text = f"Ranks disagree on {name}: rank 0 has {values[0]}, rank {rank} has {value}. {way_out}"
                 raise InputError(text) if of_call else ConfigError(text)
 
 

@@ -35,14 +35,14 @@ SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/dispatchers/test_growing.py": {
         "test_a_retried_step_has_the_bits_of_one_that_fits": ("Automodel #3931", "Megatron-LM #6229"),
     },
-    "tests/dispatchers/test_join.py": {
-        "test_gradients_are_those_of_the_dense_model": ("Model-Optimizer #1966", "Megatron-LM #4226"),
-    },
     "tests/dispatchers/test_reported_failures.py": {
         "test_a_communicator_opens_before_the_first_step": ("ms-swift #9486",),
         "test_all_ranks_call_collectives_in_one_order": ("Megatron-LM #5749", "Megatron-LM #1810"),
         "test_outputs_and_gradients_at_ep_32": ("Automodel #2676",),
         "test_padding_of_a_replayed_routing_goes_to_no_expert": ("prime-rl #3350", "verl #7524"),
+    },
+    "tests/dispatchers/test_rounds.py": {
+        "test_gradients_are_those_of_one_process": ("Model-Optimizer #1966", "Megatron-LM #4226"),
     },
     "tests/dispatchers/test_self_test.py": {
         "test_finds_a_planted_fault": ("Megatron-Bridge #5462",),

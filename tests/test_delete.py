@@ -185,7 +185,7 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
                 f"from moe_dispatch.dispatchers import {name}",
                 "ModuleNotFoundError: No module named 'moe_dispatch.steps'",
             )
-            for name in ("join", "run_in_chunks")
+            for name in ("even_rounds", "run_in_chunks")
         ),
     ],
 }

@@ -393,7 +393,7 @@ class _Fetch(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise double_backward("dispatch")
         moves: Moves = ctx.moves
-        ctx.lease.shared.announce(ctx.lease.name)
+        ctx.lease.channel.announce(ctx.lease.name)
         count = len(ctx.like) if moves.apart else 0
         trained = [number for number, needed in enumerate(ctx.needs_input_grad[3:]) if needed]  # alike on all ranks
         like = [ctx.like[number] for number in trained]
@@ -455,7 +455,7 @@ class _Leave(torch.autograd.Function):
         first, told, *stacked = ctx.saved_tensors
         lease, moves, (rows, width) = ctx.again
         if not (told.storage_offset() == 1 and told.untyped_storage().nbytes() == 2):
-            lease.shared.announce(lease.name)
+            lease.channel.announce(lease.name)
             buffer_BW, memory = None, first.untyped_storage()
             if memory.nbytes() == 0:
                 memory.resize_(rows * width * first.element_size())

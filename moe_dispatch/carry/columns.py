@@ -82,7 +82,7 @@ class CarriedColumns:
     """
 
     def __init__(self, lease: Lease, x: Tensor, carry: Mapping[str, Tensor]) -> None:
-        self._channel = lease.shared
+        self._channel = lease.channel
         self.dtypes: dict[str, torch.dtype] = {}
         self.problem: Exception | None = None
         try:
@@ -105,12 +105,7 @@ class CarriedColumns:
 
     @staticmethod
     def _refuse_wrong(lease: Lease, x: Tensor, carry: Mapping[str, Tensor]) -> None:
-        channel = lease.shared
-        if channel is not lease.opened:
-            raise InputError(
-                "Dispatcher.dispatch: carry does not work inside join, because a rank that is done does not know what "
-                "travels. Leave one of them out."
-            )
+        channel = lease.channel
         drops = channel.needs.graph_safe is not None and channel.needs.graph_safe.drop_order == "weight"
         room = None if channel.capacity is None else channel.capacity.rows
         if channel.needs.carries == "gather" and drops and room is not None and room < worst_rows(channel.shape):

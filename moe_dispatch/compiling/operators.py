@@ -25,7 +25,7 @@ from moe_dispatch._slots import load_slot_options
 from moe_dispatch.backends.base import Route
 from moe_dispatch.backends.wire import Encoded, row_format, wire_format
 from moe_dispatch.compiling.registration import operator
-from moe_dispatch.compiling.routes import RouteForm, Tables, load_form
+from moe_dispatch.compiling.routes import Tables, load_form
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import tell_peers
 from moe_dispatch.dispatchers.autograd import Request, double_backward, finish, pad, start, trim
@@ -153,7 +153,7 @@ def dispatch(
         )
     for observer in link.observers:
         observer.traced()
-    form, given = _form_of(link), Numbers(*numbers)
+    form, given = load_form(link.backend), Numbers(*numbers)
     with torch.no_grad(), profiler_range("dispatch"):
         plan = _checked_plan(link, rows, Routing(ids, weights), real_rows, valid, given.sizes)
         call = Request(
@@ -206,7 +206,7 @@ def _(*arguments: Any) -> list[Tensor]:
         padded = _foreseen_rows(link, rows.shape[0] if real_rows is None else real_rows.shape[0])
     real_L, route = given.ids.new_empty(link.shape.num_local_experts), list[Tensor]()
     if link.needs.compilable:
-        form = _form_of(link)
+        form = load_form(link.backend)
         made = form.route(Tables(new_size, weights), padded, sizes.capacity)
         grouped, route = form.num_grouped(made), form.tensors(made)
     else:  # the operator raises when it runs
@@ -491,21 +491,10 @@ def named_channel(name: str) -> Channel:
     return channel
 
 
-def _form_of(link: Channel) -> RouteForm:
-    """Return the form of the channel's routes.
-
-    Raises:
-        StateError: Something stands in for the backend, and refuses calls that find it by the name of its channel.
-    """
-    if link.refusal:
-        raise StateError(link.refusal)
-    return load_form(link.backend)
-
-
 def _restored(channel: str, tensors: Sequence[Tensor]) -> tuple[Channel, Route, int]:
     """Return the channel, the route, and the number of rows that went to the backend, with padding."""
     link = named_channel(channel)
-    form = _form_of(link)
+    form = load_form(link.backend)
     route = form.restored(tensors)
     return link, route, form.num_rows(route)
 

@@ -43,15 +43,23 @@ if TYPE_CHECKING:
     from moe_dispatch.dispatchers.metrics import Metrics
     from moe_dispatch.dispatchers.overflow import RequiredCapacity
     from moe_dispatch.steps.chunks import run_in_chunks
-    from moe_dispatch.steps.join import join
+    from moe_dispatch.steps.rounds import even_rounds
 else:
     __getattr__, __dir__ = imported_on_use(
         globals(),
         Metrics="moe_dispatch.dispatchers.metrics",
         RequiredCapacity="moe_dispatch.dispatchers.overflow",
         SlotWeights="moe_dispatch.balance.slot_weights",
-        join="moe_dispatch.steps.join",
+        even_rounds="moe_dispatch.steps.rounds",
         run_in_chunks="moe_dispatch.steps.chunks",
     )
 
-__all__ = ["Dispatcher", "Metrics", "RequiredCapacity", "SlotWeights", "build_dispatcher", "join", "run_in_chunks"]
+__all__ = [
+    "Dispatcher",
+    "Metrics",
+    "RequiredCapacity",
+    "SlotWeights",
+    "build_dispatcher",
+    "even_rounds",
+    "run_in_chunks",
+]

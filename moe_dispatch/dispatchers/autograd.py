@@ -291,7 +291,7 @@ class Dispatch(torch.autograd.Function):
             raise double_backward("dispatch")
         if type(grad_RD) is not Tensor:
             check_plain("Dispatcher.dispatch", gradient=grad_RD)
-        state.lease.shared.announce(state.lease.name)
+        state.lease.channel.announce(state.lease.name)
         # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
         with profiler_range("dispatch.backward"):
             grad_TD, grad_TK = state.route.dispatch_backward(grad_RD, grad_R)
@@ -325,7 +325,7 @@ class Combine(torch.autograd.Function):
             check_plain("Dispatcher.combine", gradient=grad)
         (weights_R, rows_RD), state = ctx.saved_tensors, ctx.state
         grad_TD = grad.reshape(state.num_rows, grad.shape[-1])
-        state.lease.shared.announce(state.lease.name)
+        state.lease.channel.announce(state.lease.name)
         weights_R = weights_R if ctx.channel.config.weights == "combine" else None
         with profiler_range("combine.backward"):
             if state.real_rows is not None or state.padded != state.num_rows:

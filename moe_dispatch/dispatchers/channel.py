@@ -15,8 +15,8 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import cache
 from typing import Any, NoReturn, TypeVar, final
@@ -69,7 +69,7 @@ class Channel:
     """One backend, open on one group, for one config.
 
     These attributes change later: ``checked``, the refcount ``users``, the capacity (in ``grow``), ``observers``,
-    ``refusal``, and ``numbers``, which counts the dispatchers that the ranks have built on the channel.
+    and ``numbers``, which counts the dispatchers that the ranks have built on the channel.
 
     Attributes:
         context: The objects that the backend is opened with.
@@ -78,7 +78,6 @@ class Channel:
         capacity: Number of rows that the buffers of a dispatch hold; None if sizes follow the routing.
         observers: What observes the calls on this channel.
         checked: The kinds of tensors that ``check_call`` has found to fit.
-        refusal: Text of the error of calls that find the channel by its name; empty if they may.
         slots: The expert slots that a new dispatcher has; None if every rank holds its own experts only.
         agrees_on_rows: Whether the ranks settle sizes with a collective.
         num_summed: Number of counts that ranks sum when they agree on sizes, 0 for none. The first counts invalid ids;
@@ -108,7 +107,6 @@ class Channel:
         self.meter = Meter(shape.num_local_experts, config.num_experts, first)
         self.checked: set[object] = set()
         self.users = 0
-        self.refusal = ""
         self.numbers = itertools.count()
         self.capacity: Capacity | None = options.capacity(shape) if config.graph_safe else None
         needs_largest = needs.equal_rows or needs.group_max or config.chunks is not None
@@ -182,8 +180,7 @@ class Lease:
 
     Attributes:
         name: Name of the dispatcher.
-        opened: The channel, also after the share was given back.
-        shared: What ``enter`` returns for a call: the channel, or what stands in for it by ``standing_in``.
+        channel: The channel, also after the share was given back.
         number: Number of the dispatcher on its channel, in the order of building, so it is equal on all ranks. A copy
             has the number of its original.
         layer: Number of the lease's own counters in the meter.
@@ -197,14 +194,14 @@ class Lease:
         self.name = name
         self.number = 0
         self.slots: Slots | None = None
-        self.opened = self.shared = channel
+        self.channel = channel
         self._collected = weakref.finalize(self, _release, channel, by_hand=False)
         self._collected.atexit = False  # at exit the process group is gone, and the process frees everything
 
     def rename(self, name: str) -> None:
         """Give the dispatcher another name. Raises ConfigError if the name has characters that are not printable."""
         check_name(name)
-        self.name = self.opened.meter.names[self.layer] = name
+        self.name = self.channel.meter.names[self.layer] = name
 
     def release(self, *, by_hand: bool = True) -> None:
         """Give the share back. A second call does nothing.
@@ -212,9 +209,9 @@ class Lease:
         Args:
             by_hand: Whether all ranks do so now. Else a close that is collective is left out.
         """
-        self.shared.announce(self.name)
+        self.channel.announce(self.name)
         if self._collected.detach() is not None:
-            _release(self.opened, by_hand=by_hand)
+            _release(self.channel, by_hand=by_hand)
 
     def enter(self, verb: str = "") -> Channel:
         """Return the channel for a call, and tell what observes the groups who calls.
@@ -228,23 +225,22 @@ class Lease:
         if torch.compiler.is_compiling():
             if verb:
                 refuse_traced(f"Dispatcher.{verb}: compile both verbs of a layer or none, and pass the plan in.")
-            return self.shared  # the operators check this each time they run
+            return self.channel  # the operators check this each time they run
         if not self._collected.alive:
             error = StateError(
-                f"Dispatcher: the dispatcher must be open, got a closed one of backend {self.shared.backend_name!r}. "
+                f"Dispatcher: the dispatcher must be open, got a closed one of backend {self.channel.backend_name!r}. "
                 "Build another with build_dispatcher. [MD10]"
             )
             if self.name:
                 error.add_note(f"In the dispatcher {self.name!r}.")
             raise error
-        shared = self.shared
-        if shared.communicator.observers or shared.control.observers:
-            shared.announce(self.name)
-        return shared
+        if self.channel.communicator.observers or self.channel.control.observers:
+            self.channel.announce(self.name)
+        return self.channel
 
     def enter_unless_traced(self) -> Channel | None:
         """Return what ``enter`` does; None if torch traces the call, which ``moe_dispatch.compiling`` then runs."""
-        channel = self.shared
+        channel = self.channel
         if torch.compiler.is_compiling() or (
             torch._C._len_torch_dispatch_stack() and channel.needs.compilable and is_traced()
         ):
@@ -254,7 +250,7 @@ class Lease:
 
     def use(self, slots: Slots) -> None:
         """Send the rows of later dispatches to these slots. They must be equal on all ranks, and fit the channel."""
-        meter = self.shared.meter
+        meter = self.channel.meter
         meter.placed = True
         meter.prepare(slots.device, self.layer)  # so that the first call may be captured
         self.slots = slots
@@ -262,9 +258,9 @@ class Lease:
     @property
     def description(self) -> str:
         """Text with the backend and this rank's number in the group. It can be read after ``release`` too."""
-        ranks = self.shared.communicator
+        ranks = self.channel.communicator
         closed = "" if self._collected.alive else ", closed"
-        return f"backend={self.shared.backend_name!r}, rank {ranks.rank} of {ranks.size}{closed}"
+        return f"backend={self.channel.backend_name!r}, rank {ranks.rank} of {ranks.size}{closed}"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise StateError("Dispatcher: a process group cannot be saved. Save model.state_dict() instead of the model.")
@@ -275,7 +271,7 @@ class Lease:
         Models are copied to average their weights, for example.
         """
         self.enter()  # raises if closed
-        lease = Lease(self.opened, self.name)
+        lease = Lease(self.channel, self.name)
         lease.number = self.number
         if self.slots is not None:
             lease.use(self.slots.copied())
@@ -314,26 +310,6 @@ _channels: dict[tuple[int, int, str], Channel] = {}
 open_by_name: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
 
 
-@contextmanager
-def standing_in(by_lease: Mapping[Lease, Channel], *, refusal: str) -> Iterator[None]:
-    """Let calls use other objects than the channels of their dispatchers. The channels stay open meanwhile.
-
-    Args:
-        by_lease: For each lease, what ``enter`` returns: a copy of the channel with other attributes.
-        refusal: Text of the error of calls that find the channel by its name instead.
-    """
-    shares = [Lease(lease.opened, lease.name) for lease in by_lease]
-    for lease, channel in by_lease.items():
-        lease.shared, lease.opened.refusal = channel, refusal
-    try:
-        yield
-    finally:
-        for lease in by_lease:
-            lease.shared, lease.opened.refusal = lease.opened, ""
-        for share in shares:
-            share.release()
-
-
 def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.ProcessGroup | None, name: str) -> Lease:
     """Open the channel of a config on a group, or share an open one, for the dispatcher ``name``. Collective.
 
@@ -346,7 +322,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     Cost: one small all-reduce on the control group. Opening a channel takes two more, and an exchange of host names.
     If ranks disagree, an exchange of texts comes on top.
     """
-    process_group, control_group = _process_group(group), _process_group(control_group)
+    process_group, control_group = process_group_of(group), process_group_of(control_group)
     if group is None and config.backend_name != "local" and _ranks_of_job() > 1:
         _warn_of_one_rank()
     agreed, problem = _attempt(lambda: check_name(name))
@@ -393,7 +369,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
 
 def _begin(lease: Lease) -> Lease:
     """Give a new lease its number and its slots. All ranks have agreed by now, so an error leaves nobody waiting."""
-    channel = lease.opened
+    channel = lease.channel
     lease.number = next(channel.numbers)
     if channel.slots is not None:
         lease.use(channel.slots.copied())
@@ -436,17 +412,26 @@ def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | N
         return None, problem
 
 
-def _process_group(group: Group) -> dist.ProcessGroup | None:
+def process_group_of(group: Group, where: str = "Dispatcher") -> dist.ProcessGroup | None:
+    """Return the process group of a DeviceMesh, or the group itself.
+
+    Args:
+        group: What a caller passed as the group.
+        where: Name of the call, for the error.
+
+    Raises:
+        ConfigError: ``group`` is something else, or a mesh of several dimensions.
+    """
     if not isinstance(group, DeviceMesh):
         if group is None or isinstance(group, dist.ProcessGroup):
             return group
         raise ConfigError(
-            f"Dispatcher: a group must be a process group that this rank is in, got {type(group).__name__}. new_group "
+            f"{where}: a group must be a process group that this rank is in, got {type(group).__name__}. new_group "
             "returns an int on the ranks outside the group: build no dispatcher there."
         )
     if group.ndim != 1:
         raise ConfigError(
-            f'Dispatcher: pass one dimension of a DeviceMesh, such as mesh["ep"], not {group.ndim} '
+            f'{where}: pass one dimension of a DeviceMesh, such as mesh["ep"], not {group.ndim} '
             f"({group.mesh_dim_names})."
         )
     return group.get_group()

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from moe_dispatch._interceptors import Interceptor, of_thread
 from moe_dispatch.dispatchers.agreement import settle
-from moe_dispatch.dispatchers.channel import Channel, Lease, open_by_name
+from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Layout
@@ -162,7 +162,7 @@ class Way(Interceptor):
         return self.log.told + ("" if self.inner is None else self.inner.told)
 
     @abstractmethod
-    def latest(self, lease: Lease) -> Kept | None:
+    def latest(self, lease: Lease) -> Kept:
         """Return the entry of the latest dispatch of a dispatcher."""
 
     def logs_inside(self) -> list[Log]:
@@ -194,12 +194,9 @@ class Keeping(Way):
         lease = dispatcher._lease
         call = partial(dispatcher.dispatch, x, routing, plan, async_op=async_op)
         sent: Dispatched | InFlight
-        kept: Kept | None
         with _in_force(self.outer):
             if isinstance(self.outer, Way):
                 sent, kept = call(), self.outer.latest(lease)
-            elif lease.shared is not lease.opened:
-                sent, kept = call(), None
             else:
                 kept, sent = dispatch_anew(self.told, dispatcher, x, routing, plan, async_op=async_op)
         for log in (self.log, *self.logs_inside()):
@@ -218,13 +215,12 @@ class Keeping(Way):
             call["facts"] = {**facts, "grad mode": f"{facts['grad mode']}{self.log.told}"}
         with _in_force(self.outer):
             plan = settle(channel, draft, **call)
-        joined = open_by_name.get(channel.name) is not channel  # as in ``dispatch``
-        agreed = None if joined else {name: getattr(plan, name) for name in _AGREED}
+        agreed = {name: getattr(plan, name) for name in _AGREED}
         for log in (self.log, *self.logs_inside()):
             log.plans.setdefault(channel, []).append(agreed)
         return plan
 
-    def latest(self, lease: Lease) -> Kept | None:
+    def latest(self, lease: Lease) -> Kept:
         return self.log.kept[lease][-1]
 
     def ids(self, topk_ids: Tensor) -> Tensor:
@@ -262,18 +258,13 @@ class Repeating(Way):
             kept = all_kept[number]
             for log in self.logs_inside():
                 log.add(lease, kept)
-            if kept is None:
-                if of_thread.columns is not None:
-                    of_thread.columns.check(dispatcher, x, plan)
-                return dispatcher.dispatch(x, routing, plan, async_op=async_op)
             return dispatch_on(self.log, kept, dispatcher, x, routing, plan, async_op=async_op)
 
     def combine(self, dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor:
         self.combines += 1
         lease = sent.state.lease
         with _in_force(None):
-            # In ``join``, ranks that are done answer each exchange.
-            if self.log.leaves_out and self.combines == self.log.combines and lease.shared is lease.opened:
+            if self.log.leaves_out and self.combines == self.log.combines:
                 if self.watch is not None and not self.next[lease]:
                     # No dispatch of this call lets ranks compare at the end what they have found.
                     report(dispatcher, rows.new_zeros((), dtype=torch.int64))
@@ -295,7 +286,7 @@ class Repeating(Way):
         with _in_force(None):
             return settle(channel, draft, **call)
 
-    def latest(self, lease: Lease) -> Kept | None:
+    def latest(self, lease: Lease) -> Kept:
         return self.log.kept[lease][self.next[lease] - 1]
 
     def ids(self, topk_ids: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def report(dispatcher: Dispatcher, count: Tensor, other: InputError | None = Non
     In graph-safe mode ``Dispatcher.check`` raises. Otherwise the backward does when it is done: one exchange then tells
     all ranks, however many dispatches were recomputed.
     """
-    channel = dispatcher._lease.shared
+    channel = dispatcher._lease.channel
     if channel.config.graph_safe:
         if other is not None:
             channel.meter.report(str(other), torch.ones_like(count))

@@ -59,7 +59,7 @@ class Log:
     Attributes:
         only_added: What ``keep_routes`` was told.
         told: Text that is added to the grad mode of a dispatch, which ranks compare.
-        kept: The dispatches of each dispatcher; None for one whose route cannot be taken again, as in ``join``.
+        kept: The dispatches of each dispatcher.
         plans: What ranks agreed on for each plan on a channel, by field; None for one that is settled again.
         ids: The results of ``keep_ids``.
         combines: Number of combines.
@@ -70,7 +70,7 @@ class Log:
     def __init__(self, *, only_added: bool = False) -> None:
         self.only_added = only_added
         self.told = ", and a recomputation takes the same route" + " without its last combine" * only_added
-        self.kept: dict[Lease, list[Kept | None]] = {}
+        self.kept: dict[Lease, list[Kept]] = {}
         self.plans: dict[Channel, list[dict[str, Any] | None]] = {}
         self.ids: list[Tensor] = []
         self.combines, self.leaves_out = 0, only_added
@@ -81,11 +81,11 @@ class Log:
         """Note the record of the checkpointed call. It is not kept alive, because it holds this log."""
         self._frame = None if frame is None else weakref.ref(frame)
 
-    def add(self, lease: Lease, kept: Kept | None) -> None:
+    def add(self, lease: Lease, kept: Kept) -> None:
         """Add a dispatch."""
         self.kept.setdefault(lease, []).append(kept)
         if not self.only_added:
-            _unasked.setdefault(lease.opened, weakref.WeakSet()).add(self)
+            _unasked.setdefault(lease.channel, weakref.WeakSet()).add(self)
 
     def combined(self, lease: Lease) -> None:
         """Note that the forward has combined, and how many tensors the checkpoint has saved by now."""
@@ -93,7 +93,7 @@ class Log:
         own = None if self._frame is None else self._frame()
         self._last = None
         if own is Place().frame and own is not None:  # else a checkpoint inside of this one runs
-            self._last = (lease.opened, len(own.weak_holders))
+            self._last = (lease.channel, len(own.weak_holders))
 
     def combined_last_on(self, channel: Channel) -> bool:
         """Return whether the last combine was on a channel."""

@@ -108,7 +108,7 @@ def _run_chunks(
     cuts = pairwise(count * number // whole.num_chunks for number in range(whole.num_chunks + 1))
     parts = [slice(*cut) if real_rows is None else real_rows[slice(*cut)] for cut in cuts]
     lease, y = dispatcher._lease, None
-    channel = lease.shared
+    channel = lease.channel
     with ExitStack() as stack:
         for observer in channel.observers:
             stack.enter_context(observer.whole(lease, x, routing, whole.layout))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_dispatch import BSHD, THD, Dispatched, Dispatcher, DispatcherConfig, Masked, Routing, build_dispatcher
 from moe_dispatch.backends import Backend, BackendContext, BackendOptions, Constraints, MoEShape, registry
 from moe_dispatch.backends.alltoall.options import AllToAllOptions
-from moe_dispatch.dispatchers import SlotWeights, join, run_in_chunks
+from moe_dispatch.dispatchers import SlotWeights, run_in_chunks
 from moe_dispatch.errors import InputError, MoEDispatchError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.recompute import keep_routes
@@ -29,9 +29,7 @@ from tests.dispatchers.layer import (
     on_ranks,
     outcomes_on,
     raises_everywhere,
-    random_routing,
     rank_of,
-    small_config,
 )
 
 E, K, D = 16, 3, 256
@@ -497,9 +495,6 @@ def test_again_compiled_regions_and_join_are_refused() -> None:
     compiled = torch.compile(lambda x: dispatcher.dispatch(x, routing, carry=carry).rows, backend="eager")
     with pytest.raises(StateError, match=r"carry works neither in a compiled region nor"):
         compiled(x)
-    layer = Scaled(small_config("alltoall"))
-    with join([layer]), pytest.raises(InputError, match="carry does not work inside join"):
-        layer(torch.ones(3, 16), random_routing(3), carry={"adapter": carry["adapter"][:3]})
 
 
 def test_numbers_below_zero_are_carried() -> None:

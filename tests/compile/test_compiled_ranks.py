@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import Routing
+from moe_dispatch.dispatchers import even_rounds
 from moe_dispatch_testing import run_processes
 from tests.compile.layer import (
     Layer,
@@ -103,3 +104,27 @@ def test_a_rank_that_needs_no_gradient_takes_part(backend: str, compiler: str, f
         for one, other in zip(eager, compiled, strict=True):
             assert (one is None) == (other is None)
             torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def _in_rounds(rank: int, backend: str) -> tuple[Tensor | None, int]:
+    """Train 0, 1, 3 or 5 compiled steps, and return the gradient of the experts and the number of rounds."""
+    steps, rounds = (0, 1, 3, 5)[rank], 0
+    layer = Layer(dispatcher_for(backend, dist.group.WORLD), torch.float32, rank=rank, size=4)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    batches = (tensors(3 + rank, step, torch.float32) for step in range(steps))
+    for x, ids, weights in even_rounds(batches, tensors(0, 0, torch.float32), dist.group.WORLD):
+        compiled(x, ids, weights).square().sum().backward()
+        rounds += 1
+    layer.dispatcher.close()
+    return layer.matrices.grad, rounds
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+def test_rounds_of_unequal_ranks_give_what_one_process_gives(backend: str) -> None:
+    alone = Layer(dispatcher_for("local"), torch.float32)
+    for rank, steps in enumerate((0, 1, 3, 5)):
+        for step in range(steps):
+            alone(*tensors(3 + rank, step, torch.float32)).square().sum().backward()
+    grads, rounds = zip(*run_processes(_in_rounds, 4, backend, timeout=TIMEOUT), strict=True)
+    assert rounds == (5,) * 4
+    torch.testing.assert_close(torch.cat(grads), alone.matrices.grad, rtol=1e-5, atol=1e-6)

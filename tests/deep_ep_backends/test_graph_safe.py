@@ -45,7 +45,7 @@ def experts(sent: Dispatched, function: Callable[[Tensor], Tensor] = torch.tanh)
 
 def first_expert(sent: Dispatched) -> int:
     """The first of the experts of the rank that this was dispatched to."""
-    rank: int = sent.state.lease.shared.communicator.rank
+    rank: int = sent.state.lease.channel.communicator.rank
     return rank * len(sent.tokens_per_expert)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import THD, Dispatched, Dispatcher, Routing, Rows, build_dispatcher
 from moe_dispatch.balance import ExpertPlacement
-from moe_dispatch.dispatchers import Metrics, join
+from moe_dispatch.dispatchers import Metrics
 from moe_dispatch_testing import HostRead, count_collectives, count_host_syncs
 from tests.dispatchers.layer import Group, by_operators, on_ranks, random_routing, random_rows, small_config
 
@@ -80,7 +79,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "operators": {},
     "reentrant checkpoint": {},
     "checkpoint": {},
-    "checkpoint in join": {},
     "chunks": {"chunks": {"tokens": 4, "recompute": True}},
     "chunks in a checkpoint": {"chunks": {"tokens": 4, "recompute": True}},
 }
@@ -101,7 +99,7 @@ def _train(layers: list[_Layer], routings: list[Routing], way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_counts_of_a_layer_and_a_step(way: str) -> None:
     """Two layers share a channel, ranks have other numbers of rows, and a recomputed row counts once."""
-    rows = (9, 0 if "join" in way else 2)
+    rows = (9, 2)
     routings = [
         [[random_routing(n, 4 * n + 2 * step + layer) for layer in range(2)] for n in rows] for step in range(2)
     ]
@@ -112,9 +110,7 @@ def test_counts_of_a_layer_and_a_step(way: str) -> None:
             layers[0].place(ExpertPlacement(8, ((7, 6, 5, 4, 0), (3, 2, 1, 0, -1))))
         seen = [[layer.expert_counts() for layer in layers]]
         for calls in routings:
-            with join(layers) if "join" in way else nullcontext():
-                if "join" not in way or group.rank() == 0:  # otherwise rank 1 answers, and does not recompute
-                    _train(layers, calls[group.rank()], way)
+            _train(layers, calls[group.rank()], way)
             seen.append([layer.expert_counts() for layer in layers])
         return seen, layers[0].metrics(gather=True)
 

@@ -154,6 +154,27 @@ def differences(
     return far(model, mesh, weights)
 
 
+WAYS = {"ddp": under_ddp, "fsdp": under_fsdp}
+STEPS = (0, 1, 3, 5)
+
+
+def unequal_steps(rank: int, copies: int, ep_size: int, under: Callable[..., Any]) -> tuple[dict[str, float], int]:
+    """How far gradients are from the dense model's if ranks have other numbers of micro-batches; and the rounds."""
+    model, mesh = make_model(copies, ep_size)
+    wrapped, finish = under(model, mesh)
+    weights, rounds = leaves_of(model, mesh), []
+
+    def step(x: Tensor) -> None:
+        rounds.append(len(x))
+        wrapped(x).square().sum().backward()
+
+    page().accumulate(map(tokens, range(STEPS[rank])), step, tokens(0)[:0])
+    finish()
+    total = sum(dense(tokens(number), weights).square().sum() for steps in STEPS for number in range(steps))
+    (total / RANKS).backward()  # type: ignore[union-attr]
+    return far(model, mesh, weights), len(rounds)
+
+
 def router_inside(rank: int, under: Callable[..., Any], frozen: bool) -> tuple[dict[str, float], list[str]]:
     """How far gradients of a layer that holds its router are from those of the page's block; and who gets none."""
 
@@ -451,9 +472,10 @@ def what_the_library_does(rank: int, folder: str) -> dict[str, Any]:
         "ddp, recomputed": differences(rank, 2, 2, under_ddp, recomputes=True),
         "ddp over experts": with_all_parameters(rank),
         "copies only": copies_only(rank),
+        **{f"rounds, {way}": unequal_steps(rank, 2, 2, under) for way, under in WAYS.items()},
         **{
             f"inside, {way}, {'frozen' if frozen else 'trained'}": router_inside(rank, under, frozen)
-            for way, under in (("ddp", under_ddp), ("fsdp", under_fsdp))
+            for way, under in WAYS.items()
             for frozen in (False, True)
         },
     }
@@ -464,7 +486,7 @@ def what_else_the_page_says(rank: int, folder: str) -> dict[str, Any]:
         **{f"without the rule {mesh}": without_the_rule(rank, *mesh) for mesh in MESHES},
         "pipeline": through_stages(rank),
         "fsdp": differences(rank, 2, 2, under_fsdp),
-        **{f"{way} alone": differences(rank, 1, 4, under) for way, under in (("ddp", under_ddp), ("fsdp", under_fsdp))},
+        **{f"{way} alone": differences(rank, 1, 4, under) for way, under in WAYS.items()},
         "stages": through_all_stages(rank, f"{folder}/stages"),
         "parts": on_parts(rank),
         "parts, experts over both": on_parts(rank, ("ep", "tp")),
@@ -499,7 +521,15 @@ def test_gradients_are_those_of_one_rank_with_all_experts(results: Found) -> Non
         all_close(results, name, 3 * LAYERS + 4)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_without_data_give_the_gradients_of_one_rank_with_all_data(results: Found, way: str) -> None:
+    for far, rounds in (found[f"rounds, {way}"] for found in results):
+        assert rounds == max(STEPS)
+        assert len(far) == 3 * LAYERS + 4
+        assert max(far.values()) <= 1e-5, far
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_router_inside_a_dispatcher_is_no_expert_and_frozen_experts_stay_frozen(results: Found, way: str) -> None:
     for rank, found in enumerate(results):
         for kind, without in (("trained", []), ("frozen", ["up"])):

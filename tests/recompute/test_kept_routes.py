@@ -29,7 +29,7 @@ from moe_dispatch import BSHD, Routing
 from moe_dispatch.backends.alltoall.backend import AllToAll
 from moe_dispatch.backends.base import Arrived, Backend, BackendContext, Route
 from moe_dispatch.communication import Communicator
-from moe_dispatch.dispatchers import SlotWeights, join, run_in_chunks
+from moe_dispatch.dispatchers import SlotWeights, run_in_chunks
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.recompute import contexts, keep_routes, keep_routes_in, keep_routes_of, routes
@@ -494,24 +494,6 @@ def test_balanced_experts(fields: dict[str, Any]) -> None:
         # The recomputation fetches the weights of copies, so the backward does not.
         assert before["weights"] == after["weights"]
         assert sum(before.values()) > sum(after.values()) - after.get("recompute", 0)
-
-
-def test_join() -> None:
-    """In the block, a recomputation dispatches anew, because a rank that is done has no route."""
-
-    def body(group: Group, how: str) -> list[Tensor]:
-        layer, x = Layer(layer_config(), group), tokens(group)
-
-        def experts(sent: Any) -> Tensor:
-            return sent.grouped_mm(torch.tanh(sent.grouped_mm(sent.rows, layer.first)), layer.second)  # type: ignore[no-any-return]
-
-        with join({layer.dispatcher: experts}):
-            for _ in range(1 + group.rank()):
-                called(how, layer, x).square().sum().backward()
-        layer.dispatcher.close()
-        return gradients(x, layer)
-
-    assert_equal(on_ranks(partial(body, how="kept"), 2), on_ranks(partial(body, how="plain"), 2))
 
 
 def test_layouts_that_cut_and_mask_rows() -> None:

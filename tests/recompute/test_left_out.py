@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_dispatch.dispatchers import join
 from moe_dispatch.errors import InputError, MoEDispatchError, PeerError
 from tests.dispatchers.layer import Group, caught, on_ranks, outcomes, raises_everywhere, rank_of
 from tests.recompute.layer import D, Layer, assert_equal, called, gradients, layer_config, step, tokens
@@ -231,29 +230,6 @@ def test_nested_checkpoints(fields: dict[str, Any], outer: str, inner: str) -> N
         pytest.skip("torch has no gradients in a reentrant checkpoint inside of another one")
     wanted = on_ranks(partial(body, outer="plain", inner="plain"), 2)
     assert_equal(on_ranks(partial(body, outer=outer, inner=inner), 2), wanted)
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_join(how: str) -> None:
-    """In the block, ranks that are done answer each exchange, so recomputations leave nothing out."""
-
-    def body(group: Group, how: str) -> list[Tensor]:
-        layer, x = Layer(layer_config(), group), tokens(group)
-
-        def experts(sent: Any) -> Tensor:
-            return sent.grouped_mm(torch.tanh(sent.grouped_mm(sent.rows, layer.first)), layer.second)  # type: ignore[no-any-return]
-
-        with join({layer.dispatcher: experts}):
-            for _ in range(1 + group.rank()):
-                called(how, layer, x).square().sum().backward()
-        combines = layer.dispatcher.metrics().collectives["combine"]
-        layer.dispatcher.close()
-        return [torch.tensor(combines), *gradients(x, layer)]
-
-    wanted = on_ranks(partial(body, how="plain"), 2)
-    for combines, *_ in wanted:
-        combines *= 2
-    assert_equal(on_ranks(partial(body, how=how), 2), wanted)
 
 
 def test_a_saved_tensor_that_is_changed_in_place() -> None:

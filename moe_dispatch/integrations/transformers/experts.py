@@ -104,7 +104,7 @@ class ExpertsFunction:
         """Return the dispatcher that ``give_name`` made for the module; without one, that of all modules."""
         own: Dispatcher | None = experts.__dict__.get(_LAYER)
         # A model may change its experts function. Then the module's dispatcher may be of another config or group.
-        return self.dispatcher if own is None or own._lease.shared is not self.dispatcher._lease.shared else own
+        return self.dispatcher if own is None or own._lease.channel is not self.dispatcher._lease.channel else own
 
     def give_name(self, experts: nn.Module, name: str) -> None:
         """Give a module a dispatcher of its own, with its name. It shares the channel, so nothing is exchanged."""

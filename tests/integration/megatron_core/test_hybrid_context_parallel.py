@@ -1,4 +1,4 @@
-"""Megatron's hybrid context-parallel schedule, whose ranks have different numbers of micro-batches, inside of ``join``.
+"""Megatron's hybrid context-parallel schedule, whose ranks have different numbers of micro-batches.
 
 A block of MoE layers without attention runs, because attention over dynamic context-parallel groups needs
 transformer-engine, which needs a GPU. Megatron's scheduler, groups, schedule and steps are its own.
@@ -7,7 +7,6 @@ transformer-engine, which needs a GPU. Megatron's scheduler, groups, schedule an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -15,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_dispatch import Dispatched
-from moe_dispatch.dispatchers import join
+from moe_dispatch.dispatchers import even_rounds
 from tests.integration.jobs import require
 from tests.integration.megatron_core.layer import HIDDEN, Case, Parallel, gradients_of
 from tests.integration.megatron_core.model import moe_block
@@ -27,6 +25,9 @@ from tests.integration.steps import difference
 pytestmark = needs("megatron")
 
 LENGTHS = (16, 3, 12, 8, 4, 12, 4, 3, 7, 3)  # sequences of more than 8 tokens are cut between two ranks
+Step = Callable[[Iterator[Any], nn.Module], tuple[Tensor, Callable[[Tensor], Any]]]
+wait = dist.barrier
+
 STEPS = [[1, 1, 2, 2], [1, 1, 3, 2]]  # of each rank, between two barriers
 
 
@@ -46,36 +47,46 @@ def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callabl
     return output.square().sum(), lambda loss: (loss, torch.tensor(1, dtype=torch.int), {"loss": loss.detach()})
 
 
-def run_experts(layer: Any) -> Callable[[Dispatched], Tensor]:
-    def run(sent: Dispatched) -> Tensor:
-        output: Tensor = layer.experts(sent.rows, torch.tensor(sent.tokens_per_expert_list), sent.weights)[0]
-        return output
+class Rounds:
+    """Steps of the schedule between two barriers. At a barrier, a rank that is done runs steps without a loss.
 
-    return run
+    They have one token, because Megatron's router takes no empty batch.
+    """
 
+    def __init__(self, forward_step: Step, model: nn.Module) -> None:
+        self.run, self.model = forward_step, model
+        self.data: Iterator[Any] | None = None
+        self.begin()
 
-@contextmanager
-def joined_between_barriers(model: nn.Module) -> Iterator[None]:
-    """Join the MoE layers until the next barrier of the schedule, where a rank must not wait without answering."""
-    modules: list[Any] = [module for module in model.modules() if hasattr(module, "token_dispatcher")]
-    layers = {layer.token_dispatcher.dispatcher: run_experts(layer) for layer in modules}
-    wait = dist.barrier
+    def begin(self) -> None:
+        empty = {"hidden": sample(0)[:1], "local_cp_size": 1}
+        self.rounds = even_rounds(iter(self.following, None), empty, dist.group.WORLD)
 
-    def barrier(*args: Any, **kwargs: Any) -> None:
-        block.close()
+    def following(self) -> Any:
+        """The next sample of the schedule; None at its barrier."""
+        return None if self.data is None else next(self.data)
+
+    def forward_step(self, data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        self.data = data
+        result = self.run(iter([next(self.rounds)]), model)
+        self.data = None
+        return result
+
+    def end(self) -> None:
+        for empty in self.rounds:
+            (0 * self.run(iter([empty]), self.model)[0]).backward()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self.end()
         wait(*args, **kwargs)
-        block.enter_context(join(layers))
-
-    with patch.object(dist, "barrier", barrier), ExitStack() as block:
-        block.enter_context(join(layers))
-        yield
+        self.begin()
 
 
 def compared(rank: int) -> dict[str, Any]:
     """Train on all sequences with the schedule, and with Megatron's dispatcher, where each rank runs all sequences."""
     from megatron.core import parallel_state
     from megatron.core.enums import ModelType
-    from megatron.core.pipeline_parallel import get_forward_backward_func, hybrid_cp_schedule, schedules
+    from megatron.core.pipeline_parallel import get_forward_backward_func, hybrid_cp_schedule
 
     from moe_dispatch.integrations.megatron import convert
 
@@ -96,21 +107,19 @@ def compared(rank: int) -> dict[str, Any]:
     steps = [[len(samples) for samples in group] for group in groups]
 
     def finalize(models: list[Any], *others: Any, **named: Any) -> None:
-        """Reduce gradients as Megatron does, while no rank makes calls any more."""
+        """Reduce gradients as Megatron does, when no rank makes calls any more."""
+        rounds.end()
         for name, parameter in models[0].named_parameters():
             if "experts" not in name:
                 dist.all_reduce(parameter.grad)
 
-    def in_blocks(*args: Any, **kwargs: Any) -> Any:
-        with joined_between_barriers(block):
-            return hybrid_cp_schedule.hybrid_context_parallel_forward_backward(*args, **kwargs)
-
     block.config.finalize_model_grads_func = finalize
     convert(block, watchdog=60)
     batch = [{"hidden": sample(index)} for index in range(len(LENGTHS))]
-    with patch.object(schedules, "hybrid_context_parallel_forward_backward", in_blocks):
+    rounds = Rounds(forward_step, block)
+    with patch.object(dist, "barrier", rounds.barrier):
         losses = get_forward_backward_func()(
-            forward_step_func=forward_step,
+            forward_step_func=rounds.forward_step,
             data_iterator=iter([(batch, groups)]),
             model=block,
             num_microbatches=1,

@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from moe_dispatch.dispatchers import even_rounds
 from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
 from tests.integration.steps import difference
 from tests.integration.transformers.models import BATCHES, PROMPTS, Batch, build
@@ -132,6 +133,20 @@ def generate(case: Case, rank: int) -> list[list[int]]:
     dist.barrier()
     wanted = build(case.family, **case.changes).eval().generate(**arguments)
     return [got.flatten().tolist(), wanted.flatten().tolist()]
+
+
+def generate_in_rounds(case: Case, rank: int) -> list[list[int]]:
+    """Generate from 0, 1, 3 and 5 prompts. A rank that is done generates from any prompt, and drops the result."""
+    arguments: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    prompts = [torch.arange(3, 6 + number + rank).unsqueeze(0) for number in range((0, 1, 3, 5)[rank])]
+    model, whole, found = load(case).eval(), build(case.family, **case.changes).eval(), list[int]()
+    empty = torch.ones(1, 1, dtype=torch.int64)
+    for ids in even_rounds(prompts, empty, dist.group.WORLD):
+        got = model.generate(ids, attention_mask=torch.ones_like(ids), synced_gpus=True, **arguments)
+        if ids is not empty:
+            found += got.flatten().tolist()
+    wanted = [whole.generate(ids, attention_mask=torch.ones_like(ids), **arguments) for ids in prompts]
+    return [found, [token for tokens in wanted for token in tokens.flatten().tolist()]]
 
 
 def by_function(case: Case, rank: int, *, adapted: bool = False) -> dict[str, float]:

@@ -21,6 +21,7 @@ from tests.integration.transformers.ranks import (
     Mesh,
     by_function,
     generate,
+    generate_in_rounds,
     indivisible,
     round_trip,
     train,
@@ -89,6 +90,7 @@ def all_results() -> dict[str, list[Any]]:
     jobs = {
         **{name: (train, case) for name, case in {**TRAIN, **THEIR_TRAIN}.items()},
         **{name: (generate, case) for name, case in GENERATE.items()},
+        "generate in rounds": (generate_in_rounds, Case(mesh=PLAIN)),
         **OTHER,
     }
     return run_checks({name: functools.partial(job, case) for name, (job, case) in jobs.items()}, RANKS)
@@ -135,7 +137,7 @@ def test_sizes_are_agreed_on_once_per_forward() -> None:
     assert [result["agreements"] for result in results("qwen3_moe")] == [0] * RANKS
 
 
-@pytest.mark.parametrize("name", GENERATE)
+@pytest.mark.parametrize("name", [*GENERATE, "generate in rounds"])
 def test_tokens_are_those_of_the_unsharded_model(name: str) -> None:
     for got, wanted in results(name):
         assert got == wanted
