@@ -188,6 +188,9 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             for name in ("even_rounds", "run_in_chunks")
         ),
     ],
+    "training": [
+        ("from moe_dispatch.training import Setup", "ModuleNotFoundError: No module named 'moe_dispatch.training'")
+    ],
 }
 # Errors that have nothing to do with a deleted folder. They name what else there is, and so they may look at folders.
 OTHER_ERRORS = [

@@ -1,0 +1,6 @@
+"""The numbers of a training step on many ranks: who holds what, and what follows from it."""
+
+from moe_dispatch.training.setup import Setup
+from moe_dispatch.training.table import Held, Table
+
+__all__ = ["Held", "Setup", "Table"]
