@@ -155,10 +155,10 @@ def retry_on_overflow(
         result = step()
         found = [_grow(channel, headroom) for channel in channels]  # grow all channels, in the same order on all ranks
         again = any(needed.overflowed for needed, _ in found)
-        problems = (
+        problems = [  # of all channels, because asking for the ranks that have a problem is collective
             _invalid_ids("retry_on_overflow", channel, needed) or _reported("retry_on_overflow", channel, reported)
             for channel, (needed, reported) in zip(channels, found, strict=True)
-        )
+        ]
         problem = next(filter(None, problems), None)  # a second problem is not reported
         if everyone is not None:
             again = bool(raise_alike(everyone, problem, values=[int(again)], label="capacity")[0])

@@ -60,15 +60,41 @@ class _AtEnd:
         self.found: dict[Channel, list[tuple[str, HostCopy, InputError | None]]] = {}
 
     def compare(self) -> None:
-        """Raise InputError if the ids or a layout of this rank differ, PeerError if those of another rank do."""
-        for channel, found in self.found.items():
-            counts = [(name, copy.read()) for name, copy, _ in found]
-            problem = next((other for *_, other in found if other is not None), None)
-            if problem is None and (wrong := [(name, count) for name, count in counts if count]):
-                names = ", ".join(sorted({repr(name) for name, _ in wrong if name}))
-                count = sum(count for _, count in wrong)
-                problem = InputError(f"Dispatcher.dispatch: {_rule(names)}, got {count} other ids. {_ADVICE}")
-            raise_alike(channel.control, problem, label="recompute")
+        """Raise InputError if the ids or a layout of this rank differ, PeerError if those of another rank do.
+
+        A rank may be in several groups, and raises if it hears of a problem in one of them. So it exchanges with all of
+        them before it raises, and passes the problem on. Groups that share ranks do so twice, the second time in the
+        reverse order, for a problem that came up after a group had exchanged.
+        """
+        own = {channel: _problem_in(found) for channel, found in self.found.items()}
+        problem = next(filter(None, own.values()), None)
+        num_groups = len({channel.control.group for channel in own})
+        coming = [*own]
+        for _ in range(2):
+            again = []
+            for channel in coming:
+                try:
+                    values = [int(num_groups > 1)]
+                    (shares_ranks,) = raise_alike(
+                        channel.control, own[channel] or problem, values=values, label="recompute"
+                    )
+                    again += [channel] * shares_ranks
+                except Exception as error:
+                    problem = problem or error
+            coming = again[::-1]
+        if problem is not None:
+            raise problem
+
+
+def _problem_in(found: list[tuple[str, HostCopy, InputError | None]]) -> Exception | None:
+    """Return the error of the dispatches of a channel, or None. Waits for copies from the device."""
+    counts = [(name, copy.read()) for name, copy, _ in found]
+    problem = next((other for *_, other in found if other is not None), None)
+    if problem is None and (wrong := [(name, count) for name, count in counts if count]):
+        names = ", ".join(sorted({repr(name) for name, _ in wrong if name}))
+        count = sum(count for _, count in wrong)
+        problem = InputError(f"Dispatcher.dispatch: {_rule(names)}, got {count} other ids. {_ADVICE}")
+    return problem
 
 
 _at_ends: weakref.WeakValueDictionary[int, _AtEnd] = weakref.WeakValueDictionary()
