@@ -504,7 +504,6 @@ class HostCopy:
     def __init__(self, number: Tensor) -> None:
         # A copy from a GPU goes to pinned memory, so the host does not wait for it.
         self._number = number.to(torch.device("cpu"), non_blocking=True)
-        self._number.is_host_copy = True  # type: ignore[attr-defined]
         self._copied: torch.cuda.Event | None = None
         if number.is_cuda:
             self._copied = torch.cuda.Event()

@@ -424,10 +424,6 @@ def _advice(where: tuple[int | str, ...], value: object, fields: Mapping[str, An
     name, is_field = str(where[-1]), len(where) == 1
     if is_field and _holds_fields(value):
         return f" It holds the fields of a config, which must not be below a key. Pass what {name!r} holds."
-    from moe_dispatch._former_fields import former_field  # noqa: PLC0415 - for an error only
-
-    if is_field and (told := former_field(name, fields)) is not None:
-        return f" {told}"
     if is_field and name in _OF_THE_GROUP:
         return " It follows from the group: pass that to build_dispatcher."
     if not is_field and name in DispatcherConfig.model_fields:
@@ -470,10 +466,11 @@ def overridden(fields: Mapping[str, Any], environment: Mapping[str, str]) -> tup
                 raise ConfigError(f"DispatcherConfig.load: {variable}: {error}") from None
             read.append(variable)
             continue
-        from moe_dispatch._former_fields import former_variable  # noqa: PLC0415 - for a foreign variable only
-
-        if (told := former_variable(field, ENVIRONMENT_PREFIX)) is not None:
-            misspelled.append(f"{variable}: no such field. {told}")
+        owner = next((name for name in SHORT if field.startswith(f"{name}_")), None)
+        option = field.removeprefix(f"{owner}_")
+        if owner is not None and (owner != "backend" or backends_with(option)):
+            right = f"{ENVIRONMENT_PREFIX}{owner.upper()}__{option.upper()}"
+            misspelled.append(f"{variable}: no such field. Set {right}.")
         # A lower cutoff would refuse MOE_DISPATCH_BACKEND_PORT, which Kubernetes sets for a service.
         elif near := difflib.get_close_matches(field, DispatcherConfig.model_fields, n=1, cutoff=0.8):
             misspelled.append(f"{variable}: no such field. Did you mean {ENVIRONMENT_PREFIX}{near[0].upper()}?")

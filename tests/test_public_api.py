@@ -1,4 +1,4 @@
-"""What users rely on beside names and signatures, which ``test_stability`` compares with those of the last release."""
+"""What users rely on beside names, which ``test_stability`` lists."""
 
 from __future__ import annotations
 

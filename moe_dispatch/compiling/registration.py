@@ -8,11 +8,8 @@ from typing import Any
 from torch.library import CustomOpDef, custom_op
 
 NAMESPACE = "moe_dispatch"
-# The function that each operator runs, by the operator's name; for tests that watch the inside of one.
-BODIES: dict[str, Callable[..., Any]] = {}
 
 
 def operator(body: Callable[..., Any]) -> CustomOpDef:
     """Register a function as an operator of the same name. Its annotations are the schema."""
-    BODIES[body.__name__] = body
     return custom_op(f"{NAMESPACE}::{body.__name__}", body, mutates_args=())

@@ -14,8 +14,10 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.library import CustomOpDef
 
 from moe_dispatch import Dispatched, DispatcherConfig, Plan, Routing, build_dispatcher
+from moe_dispatch.compiling import expert_rows, operators
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.layouts import Layout
 
@@ -33,6 +35,12 @@ def dispatcher_for(
 ) -> Dispatcher:
     sizes: dict[str, Any] = {"num_experts": NUM_EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN}
     return build_dispatcher(DispatcherConfig(backend=backend, **{**sizes, **fields}), group)
+
+
+def operator_names() -> set[str]:
+    """The operators that ``moe_dispatch.compiling`` registers."""
+    values = [value for module in (operators, expert_rows) for value in vars(module).values()]
+    return {value._name for value in values if isinstance(value, CustomOpDef)}
 
 
 class Layer(nn.Module):

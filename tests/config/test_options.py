@@ -1,4 +1,4 @@
-"""Fields that are a short value or a mapping with options: their defaults, their errors, and their former spellings."""
+"""Fields that are a short value or a mapping with options: their defaults and their errors."""
 
 from __future__ import annotations
 
@@ -107,63 +107,19 @@ def test_an_error_has_the_path_of_the_option(name: str) -> None:
         DispatcherConfig(**SIZES, **fields)
 
 
-FORMER: list[tuple[dict[str, Any], str]] = [
-    ({"balance_bound": 1.05}, 'Write balance={"name": "exact", "bound": 1.05}.'),
-    ({"balance": "exact", "balance_min_rows": 0}, 'Write balance={"name": "exact", "min_rows": 0}.'),
-    (
-        {"balance": {"name": "exact", "bound": 2}, "spare_experts_per_rank": 8},
-        'Write balance={"name": "exact", "bound": 2, "spare_experts_per_rank": 8}.',
-    ),
-    ({"spare_experts_per_rank": 2}, 'Write balance={"name": "manual", "spare_experts_per_rank": 2}.'),
-    ({"spare_experts_per_rank": 0}, "Leave out spare_experts_per_rank."),
-    ({"balance_bound": 1.0}, "Leave out balance_bound."),
-    ({"graph_safe": False, "capacity_factor": "worst"}, "Leave out capacity_factor."),
-    ({"wire_dtype": "mxfp8"}, 'Write wire="mxfp8".'),
-    ({"wire_dtype": None}, "Leave out wire_dtype."),
-    (
-        {"wire_dtype": "mxfp8", "grad_wire_dtype": "mxfp8", "deliver": "quantised"},
-        'Write wire={"dtype": "mxfp8", "gradients": True, "deliver": "quantised"}.',
-    ),
-    ({"grad_wire_dtype": "mxfp8"}, 'Write wire={"dtype": "mxfp8", "gradients": True}.'),
-    ({"deliver": "quantised"}, 'Write wire={"dtype": "mxfp8", "deliver": "quantised"}.'),
-    ({"chunk_recompute": True}, 'Write chunks={"tokens": 4096, "recompute": True}.'),
-    ({"chunk_tokens": 4096}, "Write chunks=4096."),
-    ({"chunk_tokens": 4096, "chunk_recompute": True}, 'Write chunks={"tokens": 4096, "recompute": True}.'),
-    (
-        {"graph_safe": True, "capacity_factor": 1.25, "on_overflow": "drop"},
-        'Write graph_safe={"capacity_factor": 1.25, "on_overflow": "drop"}.',
-    ),
-]
-
-
-@pytest.mark.parametrize(("fields", "told"), FORMER)
-def test_a_former_field_is_refused_with_the_new_spelling(fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        DispatcherConfig(**SIZES, **fields)
-    new = {"backend", "balance", "wire", "chunks", "graph_safe"}
-    lines = str(caught.value).splitlines()
-    assert [line.split(": ")[1] for line in lines] == [field for field in fields if field not in new]
-    assert all(line.endswith(told) for line in lines)
-
-
 @pytest.mark.parametrize(
-    ("former", "variable"),
+    ("wrong", "right"),
     [
         ("BALANCE_BOUND", "BALANCE__BOUND"),
-        ("SPARE_EXPERTS_PER_RANK", "BALANCE__SPARE_EXPERTS_PER_RANK"),
-        ("GRAD_WIRE_DTYPE", "WIRE__GRADIENTS=true"),
-        ("CHUNK_TOKENS", "CHUNKS"),
-        ("WIRE_DTYPE", "WIRE"),
-        ("ON_OVERFLOW", "GRAPH_SAFE__ON_OVERFLOW"),
         ("CHUNKS_TOKENS", "CHUNKS__TOKENS"),
         ("GRAPH_SAFE_CAPACITY_FACTOR", "GRAPH_SAFE__CAPACITY_FACTOR"),
         ("BACKEND_REDUCTION", "BACKEND__REDUCTION"),
     ],
 )
-def test_a_variable_of_another_name_is_refused_with_the_right_one(former: str, variable: str) -> None:
-    told = rf"MOE_DISPATCH_{former}: no such field\. Set MOE_DISPATCH_{variable}\.$"
+def test_a_variable_with_one_underscore_is_refused_with_the_right_one(wrong: str, right: str) -> None:
+    told = rf"MOE_DISPATCH_{wrong}: no such field\. Set MOE_DISPATCH_{right}\.$"
     with pytest.raises(ConfigError, match=told):
-        DispatcherConfig.load(environment={f"MOE_DISPATCH_{former}": "2"}, **SIZES)
+        DispatcherConfig.load(environment={f"MOE_DISPATCH_{wrong}": "2"}, **SIZES)
 
 
 @pytest.mark.parametrize(
