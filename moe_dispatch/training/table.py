@@ -231,7 +231,7 @@ def table_of(
 
 def ranks_of(dispatcher: Dispatcher) -> tuple[int, ...]:
     """Return the ranks of the group of a dispatcher, in its order."""
-    communicator = dispatcher._lease.opened.communicator
+    communicator = dispatcher._lease.channel.communicator
     return (0,) if communicator.group is None else (*dist.get_process_group_ranks(communicator.group),)
 
 
@@ -406,5 +406,5 @@ def _num_held(dispatcher: Dispatcher) -> int:
 def _numbers(dispatcher: Dispatcher, expert: int | None) -> range:
     """Return the numbers of all experts of this rank, or of one."""
     held = _num_held(dispatcher)
-    first = dispatcher._lease.opened.communicator.rank * held
+    first = dispatcher._lease.channel.communicator.rank * held
     return range(first, first + held) if expert in (None, -1) else range(first + expert, first + expert + 1)
