@@ -35,7 +35,7 @@ SUPPORT = {
         tested=("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"), lowest="2.10", target="matrix"
     ),
     "megatron-core": Support(tested=("0.16.1", "0.19.2"), lowest="0.16.0", target="integration"),
-    "transformers": Support(tested=("5.7.0", "5.22.2", "5.23.0", "5.24.0"), lowest="5.7.0", target="integration"),
+    "transformers": Support(tested=("5.20.1", "5.22.2", "5.23.0", "5.24.0"), lowest="5.20.1", target="integration"),
     "torchtitan": Support(tested=("0.3.0",), lowest="0.3.0", target="integration"),
     "deepspeed": Support(tested=("0.19.8",), lowest="0.19.8", target="integration"),
     "axolotl": Support(tested=("0.21.0",), lowest="0.21.0", target="integration"),

@@ -213,9 +213,8 @@ class Dispatched:
     Under a placement, the experts of a rank are its expert slots: L is their number, and all counts are those of slots.
 
     Attributes:
-        rows: The rows, (R, D) in the model's dtype, grouped by expert. Each expert has its real rows, in the order of
-            source rank and token, and then its zero padding. With ``wire.deliver="quantised"`` they are widened on the
-            first read, and kept.
+        in_graph: ``rows`` where only their shape, dtype, device and place in the autograd graph matter. Not to be read:
+            with ``wire.deliver="quantised"`` it is the edge of ``quantised``.
         tokens_per_expert: int64 (L,) on the device, rows of each expert with padding. An expert without tokens has 0.
         real_tokens_per_expert: int64 (L,) on the device, rows of each expert without padding.
         host_counts: ``tokens_per_expert`` on the host, if the dispatch had a host sync anyway; otherwise None, as in
@@ -231,7 +230,7 @@ class Dispatched:
             None without ``carry``.
     """
 
-    rows: Tensor
+    in_graph: Tensor
     tokens_per_expert: Tensor
     real_tokens_per_expert: Tensor
     host_counts: tuple[int, ...] | None
@@ -248,9 +247,13 @@ class Dispatched:
         return f"Dispatched(rows={rows}, host_counts={self.host_counts}, pad_multiple={self.pad_multiple})"
 
     @property
-    def in_graph(self) -> Tensor:
-        """``rows`` where only their shape, dtype, device and place in the autograd graph matter; not to be read."""
-        return self.rows
+    def rows(self) -> Tensor:
+        """The rows, (R, D) in the model's dtype, grouped by expert.
+
+        Each expert has its real rows, in the order of source rank and token, and then its zero padding. With
+        ``wire.deliver="quantised"`` they are widened on the first read, and kept.
+        """
+        return self.in_graph if self.quantised is None else self.quantised.rows
 
     @property
     def tokens_per_expert_list(self) -> tuple[int, ...] | None:

@@ -78,9 +78,10 @@ class Encoded(Protocol):
 class WireFormat(ABC):
     """A format in which rows travel.
 
-    A format of another package is a subclass that defines ``nbytes``, ``encode`` and ``decode``, and an entry point of
-    the group ``moe_dispatch.wire_formats`` whose name is the ``wire`` of a config. Backends that move bytes carry it
-    (``WireSupport.other_formats``). Both methods run with gradients off: the gradient of a format is the identity.
+    Experimental: a format of another package is a subclass that defines ``nbytes``, ``encode`` and ``decode``, and an
+    entry point of the group ``moe_dispatch.wire_formats`` whose name is the ``wire`` of a config. Backends that move
+    bytes carry it (``WireSupport.other_formats``). Both methods run with gradients off: the gradient of a format is the
+    identity.
 
     Args:
         dtype: Dtype of the model's rows.

@@ -3,7 +3,7 @@
 ``expected_rows`` is the measure of a placement: the rows that each rank gets under it.
 
 A planner is a pure function, so ranks that call it with the same counts get the same placement. It costs no exchange.
-Other packages declare a planner as an entry point of the group ``moe_dispatch.planners``.
+Other packages declare a planner as an entry point of the group ``moe_dispatch.planners``, which is experimental.
 
 Sources: ``eplb`` follows the published expert-parallel load balancer of DeepSeek (pack groups to nodes, copy experts,
 pack copies to ranks). ``least_loaded`` has the aim of least-loaded expert parallelism (arXiv 2601.17111): move few

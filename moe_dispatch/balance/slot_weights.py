@@ -153,7 +153,7 @@ class SlotWeights:
         _, slots = _fetched(lease, moves, finish(), stacked)
         if (slot := _trained(slots)).requires_grad:
             weights = tie(landed.weights, slot)
-            landed = dataclasses.replace(landed, rows=landed.in_graph, weights=weights)
+            landed = dataclasses.replace(landed, weights=weights)
         return landed, slots
 
     def _enter(self, sent: Dispatched | InFlight, stacked: Sequence[Tensor]) -> tuple[Lease, Channel]:
@@ -266,10 +266,10 @@ def _part(landed: Dispatched, some: slice, rows: Tensor, weights: Tensor, begin:
     quantised, tokens_per_expert = landed.quantised, landed.tokens_per_expert[some]
     its_rows, carried = slice(begin, begin + len(rows)), landed.carried
     if quantised is not None:
-        quantised = quantised.part(its_rows, tokens_per_expert)
+        quantised = quantised.part(its_rows, tokens_per_expert, rows)
     return dataclasses.replace(
         landed,
-        rows=rows,
+        in_graph=rows,
         quantised=quantised,
         carried=None if carried is None else {name: values[its_rows] for name, values in carried.items()},
         weights=weights,

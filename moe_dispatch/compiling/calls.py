@@ -80,7 +80,7 @@ def dispatch(
     real_L, pad_multiple = found.real_tokens_per_expert, channel.shape.pad_multiple
     padded_L = real_L if pad_multiple == 1 else real_L + (-real_L % pad_multiple)
     sent = Dispatched(
-        rows=found.rows,
+        in_graph=found.rows,
         tokens_per_expert=padded_L,
         real_tokens_per_expert=real_L,
         host_counts=None,
@@ -114,7 +114,7 @@ def dispatch_again(x: Tensor, again: Dispatched) -> Dispatched:
         anchor=anchor_for(x, channel),
     )
     weights, rows, *parts = operators.dispatch_again(*given)
-    return operators.with_parts(channel, dataclasses.replace(again, rows=rows, weights=weights), parts)
+    return operators.with_parts(channel, dataclasses.replace(again, in_graph=rows, weights=weights), parts)
 
 
 def combine(rows: Tensor, sent: Dispatched) -> Tensor:

@@ -349,7 +349,7 @@ class Dispatcher(OwnNames):
                 x_TD = autograd.anchor(x_TD, channel)
                 rows = arrived if isinstance(arrived, Tensor) else arrived.stand_in(x_TD.dtype)
                 rows, _ = autograd.Dispatch.apply(x_TD, None, state, (rows, None))  # type: ignore[no-untyped-call]
-                sent = dataclasses.replace(again, rows=rows, weights=autograd.tie(again.weights, rows))
+                sent = dataclasses.replace(again, in_graph=rows, weights=autograd.tie(again.weights, rows))
                 return sent if isinstance(arrived, Tensor) else arrived.added_to(sent, channel.shape.wire_dtype)
         except Exception as error:
             self._name_in(error)
@@ -624,7 +624,7 @@ def receive(
     received = (rows, arrived.weights)
     rows, weights = autograd.Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
     sent = Dispatched(
-        rows=rows,
+        in_graph=rows,
         tokens_per_expert=arrived.tokens_per_expert,
         real_tokens_per_expert=arrived.real_tokens_per_expert,
         host_counts=arrived.tokens_per_expert_list,

@@ -279,7 +279,7 @@ class _Gemm(torch.autograd.Function):
         ctx.dtype, ctx.offs, ctx.padding = edge.dtype, sent.offs, sent._padding
         ctx.save_for_backward(sent.quantised.values, sent.quantised.scales, weights)
         # This copy does not share ``rows``, which may outlive their use: they take twice the memory of values.
-        return forward(replace(sent, rows=sent.in_graph, quantised=replace(sent.quantised)), weights)
+        return forward(replace(sent, quantised=replace(sent.quantised)), weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -315,7 +315,9 @@ def quantised_gradient(sent: Dispatched, gradient: Tensor) -> Dispatched | None:
     if sent.quantised is None or found is None:
         return None
     values, scales = found
-    return replace(sent, rows=gradient, quantised=replace(sent.quantised, values=values, scales=scales))
+    return replace(
+        sent, in_graph=gradient, quantised=replace(sent.quantised, values=values, scales=scales, edge=gradient)
+    )
 
 
 def gradient_as(sent: Dispatched, outputs: Tensor, adapter: Callable[[Dispatched], Tensor]) -> Tensor:
@@ -350,7 +352,7 @@ class _GradientAs(torch.autograd.Function):
     def forward(ctx: Any, outputs: Tensor, sent: Dispatched, adapter: Callable[[Dispatched], Tensor]) -> Tensor:
         rows, edge = sent.quantised, sent.in_graph  # the edge has no memory, and the backward does not need the rows
         assert rows is not None
-        ctx.sent = replace(sent, rows=edge, quantised=replace(rows, values=edge, scales=edge))
+        ctx.sent = replace(sent, quantised=replace(rows, values=edge, scales=edge))
         ctx.adapter = adapter
         return outputs.view_as(outputs)
 

@@ -6,6 +6,7 @@ and results do not depend on the number of ranks. ``load_format`` finds these fo
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -18,7 +19,6 @@ from moe_dispatch.backends.wire import WireFormat
 from moe_dispatch.errors import ConfigError, did_you_mean
 from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.quantised.rows import (
-    QuantisedDispatched,
     QuantisedRows,
     as_bytes,
     kernels_for,
@@ -218,18 +218,7 @@ class Quantised(NamedTuple):
             tokens_per_expert=sent.tokens_per_expert,
             edge=sent.in_graph,
         )
-        return QuantisedDispatched(
-            rows=sent.in_graph,
-            quantised=quantised,
-            tokens_per_expert=sent.tokens_per_expert,
-            real_tokens_per_expert=sent.real_tokens_per_expert,
-            host_counts=sent.host_counts,
-            carried=sent.carried,
-            weights=sent.weights,
-            pad_multiple=sent.pad_multiple,
-            placement=sent.placement,
-            state=sent.state,
-        )
+        return dataclasses.replace(sent, quantised=quantised)
 
     def tensors(self) -> list[Tensor]:
         return [part.view(torch.uint8) for part in self]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -13,23 +13,11 @@ from torch import Tensor
 from moe_dispatch._probing import import_whole
 from moe_dispatch.errors import InputError
 from moe_dispatch.permutation import choose_permutation
-from moe_dispatch.types import Dispatched
-
-
-class WidenedRows:
-    """Base with room for rows that are widened once.
-
-    They are no field of the dataclass: a copy by ``dataclasses.replace`` may have another edge, or must not share them.
-    """
-
-    __slots__ = ("_widened",)
-
-    _widened: Tensor
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
-class QuantisedRows(WidenedRows):
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class QuantisedRows:
     """The rows that this rank's experts work on, quantised as they travelled. ``moe_dispatch.quantised`` adapts them.
 
     Attributes:
@@ -65,7 +53,8 @@ class QuantisedRows(WidenedRows):
     @property
     def rows(self) -> Tensor:
         """The rows in the model's dtype, (R, D). They are widened on the first read and kept."""
-        kept: Tensor | None = getattr(self, "_widened", None)
+        # Kept beside the fields, as cached_property does: a copy by ``dataclasses.replace`` must not share them.
+        kept: Tensor | None = self.__dict__.get("_widened")
         if (
             kept is None
             or (torch.is_grad_enabled() and self.edge.requires_grad > kept.requires_grad)
@@ -73,54 +62,19 @@ class QuantisedRows(WidenedRows):
         ):
             self._check_values()
             kept = Widen.apply(self.edge, self.values, self.scales)  # type: ignore[no-untyped-call]
-            object.__setattr__(self, "_widened", kept)
+            self.__dict__["_widened"] = kept
         assert kept is not None
         return kept
 
-    def part(self, rows: slice, tokens_per_expert: Tensor) -> QuantisedRows:
-        """Return some of the rows, for experts that get ``tokens_per_expert`` of them. The edge stays the same."""
+    def part(self, rows: slice, tokens_per_expert: Tensor, edge: Tensor) -> QuantisedRows:
+        """Return some of the rows, for experts that get ``tokens_per_expert`` of them, with their part of the edge."""
         values, scales = self.values[rows], self.scales[rows]
-        return dataclasses.replace(self, values=values, scales=scales, tokens_per_expert=tokens_per_expert)
+        return dataclasses.replace(self, values=values, scales=scales, tokens_per_expert=tokens_per_expert, edge=edge)
 
     def joined(self, outputs: list[Tensor]) -> Tensor:
         """Concatenate the outputs of parts of the experts. The gradient of each part has its ``quantised_form``."""
         found: Tensor = _Joined.apply(*outputs)  # type: ignore[no-untyped-call]
         return found
-
-
-@final
-class QuantisedDispatched(Dispatched):
-    """The result of a dispatch whose rows are quantised.
-
-    ``rows`` given to ``dataclasses.replace`` take the place of ``in_graph``, and of the edge of ``quantised``.
-    """
-
-    __slots__ = ("_in_graph",)
-
-    _in_graph: Tensor
-
-    def __init__(self, *, rows: Tensor, quantised: QuantisedRows | None, **fields: Any) -> None:
-        if quantised is not None and quantised.edge is not rows:
-            quantised = dataclasses.replace(quantised, edge=rows)
-        for name, value in (("_in_graph", rows), ("quantised", quantised), *fields.items()):
-            object.__setattr__(self, name, value)
-
-    if not TYPE_CHECKING:  # a type checker knows the field of the base
-
-        @property
-        def rows(self) -> Tensor:
-            return self._in_graph if self.quantised is None else self.quantised.rows
-
-    @property
-    def in_graph(self) -> Tensor:
-        return self._in_graph
-
-    def __getstate__(self) -> list[Any]:
-        return [getattr(self, "in_graph" if each.name == "rows" else each.name) for each in dataclasses.fields(self)]
-
-    def __setstate__(self, state: list[Any]) -> None:
-        for each, value in zip(dataclasses.fields(self), state, strict=True):
-            object.__setattr__(self, "_in_graph" if each.name == "rows" else each.name, value)
 
 
 @cache

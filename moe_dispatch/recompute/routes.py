@@ -133,7 +133,7 @@ def dispatch_anew(
         # New tensors, because the caller may change these in place, they are part of the autograd graph or of a buffer
         # with rows, and rows must not be kept.
         kept.sent = Dispatched(
-            rows=sent.in_graph.new_empty((0, 0)),
+            in_graph=sent.in_graph.new_empty((0, 0)),
             tokens_per_expert=sent.tokens_per_expert.clone(),
             real_tokens_per_expert=sent.real_tokens_per_expert.clone(),
             host_counts=sent.host_counts,
@@ -275,7 +275,7 @@ def _attach(
     in_graph, weights = autograd.Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
     attached = dataclasses.replace(
         sent,
-        rows=in_graph,
+        in_graph=in_graph,
         weights=weights,
         tokens_per_expert=sent.tokens_per_expert.clone(),
         real_tokens_per_expert=sent.real_tokens_per_expert.clone(),

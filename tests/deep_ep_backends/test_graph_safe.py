@@ -31,7 +31,7 @@ def _with_nan(rows: Tensor, padding_R: Tensor) -> Tensor:
 def poisoned(sent: Dispatched) -> Dispatched:
     """What was dispatched, with NaN in weights and gradients that nobody may read."""
     rows, weights = (_with_nan(part, padding_rows(sent)) for part in (sent.rows, sent.weights))
-    return dataclasses.replace(sent, rows=rows, weights=weights)
+    return dataclasses.replace(sent, in_graph=rows, weights=weights)
 
 
 def experts(sent: Dispatched, function: Callable[[Tensor], Tensor] = torch.tanh) -> Tensor:

@@ -109,7 +109,7 @@ class MegatronDispatcher:
             self.shared_experts.linear_fc1_forward_and_act(sent.rows)
         if self._overlaps:
             # Experts weigh, so combine needs no weights. Attached ones would lead its backward into that of dispatch.
-            self._sent = dataclasses.replace(sent, rows=sent.rows.detach(), weights=sent.weights.detach())
+            self._sent = dataclasses.replace(sent, in_graph=sent.rows.detach(), weights=sent.weights.detach())
             return stand_in(sent.rows), sent.weights
         return sent.rows, sent.weights
 

@@ -75,7 +75,7 @@ class SlotExperts:
             output_RD: Tensor = self._experts(part.rows, torch.tensor(part.host_counts, device="cpu"), part.weights)[0]
             return output_RD
 
-        sent = dataclasses.replace(dispatcher.in_flight("experts"), rows=rows_RD, weights=probs_R)
+        sent = dataclasses.replace(dispatcher.in_flight("experts"), in_graph=rows_RD, weights=probs_R)
         outputs_RD = slot_weights_of(dispatcher.dispatcher).run(sent, run, *stacked)[1]
         if outputs_RD.requires_grad:
             outputs_RD = _Return.apply(outputs_RD, parameters, *stacked)  # type: ignore[no-untyped-call]
