@@ -56,7 +56,7 @@ PUBLIC = {
         "grouped_gemm quantised_gradient gradient_as QuantisedRows QuantisedOptions",
     ),
     "moe_dispatch.recompute": _names(experimental="keep_routes keep_routes_of keep_routes_in keep_ids"),
-    "moe_dispatch.training": _names(experimental="Setup Table Held"),
+    "moe_dispatch.training": _names(experimental="Setup Table Held OnParts joined_group"),
     "moe_dispatch.replay": _names(experimental="RoutingTable Cut Recording replayed SequenceId"),
     "moe_dispatch.balance": _names(
         experimental="ExpertPlacement ExactPlacement exact expected_rows EplbOptions ExactOptions LeastLoadedOptions "

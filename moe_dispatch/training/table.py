@@ -40,6 +40,7 @@ class Held:
         kind: "expert" if it belongs to the experts of a dispatcher. Ranks along the expert-parallel dimensions then
             hold different experts, and those along the dimensions in ``same`` hold copies.
         adapter: Whether it is a part of an adapter of PEFT.
+        is_buffer: Whether it is a buffer, and not a parameter.
         trained: Whether it is a parameter that requires gradients.
         same: Ranks along these dimensions hold equal tensors.
         part: Ranks along these dimensions hold other parts of one tensor. It is a DTensor, or a stack of this rank's
@@ -51,11 +52,14 @@ class Held:
             the exchange of rows, nor a wrapper, nor a DTensor has done it.
         scale: What the sum is multiplied by. The result is the gradient of the mean of all losses.
         wrapper: "DistributedDataParallel" or "fully_shard" if that reduces its gradient, else "".
+        saved_as: Name in a checkpoint. It has the number among all experts if an expert is a module of its own, and no
+            trace of ``OnParts``.
     """
 
     name: str
     kind: Kind
     adapter: bool
+    is_buffer: bool
     trained: bool
     same: Dims
     part: Dims
@@ -64,6 +68,7 @@ class Held:
     summed_over: Dims
     scale: float
     wrapper: str
+    saved_as: str
 
     def word(self, dim: str) -> str:
         """Return "same", "part" or "own" for a dimension."""
@@ -159,6 +164,14 @@ class Axes:
         """Return the group of the ranks along one dimension."""
         assert self.mesh is not None
         return self.mesh.get_group(list(self.sizes).index(dim))
+
+    def place(self, dims: Sequence[str]) -> str:
+        """Return where this rank stands along dimensions, such as "ep1"."""
+        return ",".join(f"{dim}{self._here[dim]}" for dim in dims)
+
+    def is_first(self, dims: Sequence[str]) -> bool:
+        """Whether this rank is the first one along all of the dimensions."""
+        return all(self._here[dim] == 0 for dim in dims)
 
     def ranks(self, dims: Sequence[str]) -> tuple[int, ...]:
         """Return the ranks along dimensions, through this rank."""
@@ -305,6 +318,7 @@ class _Reader:
             name=name,
             kind="dense" if dispatcher is None else "expert",
             adapter=self._tuner(name) != "",
+            is_buffer=not isinstance(tensor, nn.Parameter),
             trained=trained,
             same=tuple(dim for dim in axes.dims if dim not in own | part),
             part=tuple(dim for dim in axes.dims if dim in part),
@@ -313,7 +327,29 @@ class _Reader:
             summed_over=tuple(dim for dim in axes.dims if dim not in done),
             scale=(managed.divisor if managed else 1) / axes.size(losses),
             wrapper=managed.by if managed else "",
+            saved_as=self._saved_as(name, dispatcher, expert),
         )
+
+    def _saved_as(self, name: str, dispatcher: Dispatcher | None, expert: int | None) -> str:
+        if dispatcher is not None and expert is not None:
+            held, rank = _num_held(dispatcher), dispatcher._lease.channel.communicator.rank
+            if expert < 0:
+                name += f"@{rank}"
+            else:
+                *_, prefix = self._lists_above(name, held)
+                _, _, rest = name[len(prefix) + 1 :].partition(".")
+                name = f"{prefix}.{rank * held + expert}.{rest}"
+        for module in reversed(self.inside):  # the inner ones first
+            name = name.replace(f"{module}.block.".lstrip("."), f"{module}.".lstrip("."), 1)
+        return name
+
+    def _lists_above(self, name: str, length: int) -> list[str]:
+        """Return the paths of lists of modules of some length that hold a tensor."""
+        return [
+            path
+            for path, module in self.modules.items()
+            if isinstance(module, nn.ModuleList) and len(module) == length and name.startswith(f"{path}.")
+        ]
 
     def _spread(self, dispatcher: Dispatcher, name: str) -> Dims:
         """Return the dimensions along which ranks hold different experts of a dispatcher."""
@@ -365,10 +401,9 @@ class _Reader:
         path = max(above or self.dispatchers, key=lambda path: _common(path, name))
         dispatcher = self.dispatchers[path]
         held, everything = _num_held(dispatcher), dispatcher.config.num_experts
-        for prefix, module in self.modules.items():
-            below = kind == "expert" or not path or f"{prefix}.".startswith(f"{path}.")
-            if below and name.startswith(f"{prefix}.") and isinstance(module, nn.ModuleList) and len(module) == held:
-                return dispatcher, int(name[len(prefix) + 1 :].partition(".")[0])
+        lists = self._lists_above(name, held)
+        if lists and (kind == "expert" or not path or f"{lists[-1]}.".startswith(f"{path}.")):
+            return dispatcher, int(name[len(lists[-1]) + 1 :].partition(".")[0])
         rows = tensor.shape[0] if tensor.dim() else 0
         spread = self._spread(dispatcher, name)
         if rows == held or {*spread} <= {*modelled} != set():

@@ -78,7 +78,7 @@ def make_blocks(mesh: DeviceMesh) -> nn.Sequential:
 
 def under_ddp(model: nn.Sequential, mesh: DeviceMesh) -> tuple[nn.Module, Callable[[], None]]:
     wrapped = page().wrap(model, mesh)
-    return wrapped, lambda: page().reduce_expert_gradients(wrapped.module, mesh)
+    return wrapped, lambda: page().reduce_expert_gradients(wrapped, mesh)
 
 
 def under_fsdp(model: nn.Sequential, mesh: DeviceMesh) -> tuple[nn.Module, Callable[[], None]]:
