@@ -1,4 +1,4 @@
-"""The seams for plug-ins that take dispatches in the place of a dispatcher, or add columns to the rows of one."""
+"""The seams for plug-ins that take the calls of a dispatcher, or add data to the rows of one."""
 
 from __future__ import annotations
 
@@ -12,23 +12,16 @@ from torch import Tensor
 from moe_dispatch._probing import require_plug_in
 
 if TYPE_CHECKING:
-    from moe_dispatch.carry.columns import CarriedColumns
+    from moe_dispatch.dispatchers.call import Call
     from moe_dispatch.dispatchers.channel import Channel
     from moe_dispatch.dispatchers.dispatcher import Dispatcher
-    from moe_dispatch.layouts import Layout
-    from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
+    from moe_dispatch.types import Dispatched, InFlight, Plan
 
 
 class Interceptor(Protocol):
-    """Takes the eager calls of a thread, and may make them itself."""
+    """Takes the eager calls of a thread. ``make`` and ``bring_back`` of ``dispatchers.dispatcher`` make them."""
 
-    @property
-    def repeats(self) -> bool:
-        """Whether a dispatch may take the route of an earlier one. If so, this way also refuses wrong columns."""
-
-    def dispatch(
-        self, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
-    ) -> Dispatched | InFlight:
+    def dispatch(self, dispatcher: Dispatcher, call: Call) -> Dispatched | InFlight:
         """Do what ``Dispatcher.dispatch`` says."""
 
     def combine(self, dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor:
@@ -44,14 +37,9 @@ class OfThread(threading.local):
 
     Attributes:
         interceptor: What takes the dispatches; None if dispatchers make them.
-        grad_mode: Text about a dispatch whose route is kept, because repetitions of it take the route; otherwise empty.
-            It takes the place of the grad mode among the facts that must be equal on all ranks.
-        columns: What travels with the rows of the dispatch that is being made; None for nothing.
     """
 
     interceptor: Interceptor | None = None
-    grad_mode: str = ""
-    columns: CarriedColumns | None = None
 
 
 of_thread = OfThread()

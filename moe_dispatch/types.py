@@ -80,6 +80,7 @@ class Sizes:
         tokens_per_expert: Number of slots of all ranks that name each expert, (E,), if the ranks counted them while
             they agreed on the sizes of one dispatch (``Constraints.counts_with_sizes``); else None.
         columns: What travels with the rows of one dispatch, if ``Constraints.carries`` is "packets"; else None.
+        keeps_route: Whether repetitions of the dispatch take its route, instead of a dispatch of their own.
     """
 
     padded_rows: int | None = None
@@ -87,6 +88,7 @@ class Sizes:
     capacity: Capacity | None = None
     tokens_per_expert: tuple[int, ...] | None = None
     columns: CarriedColumns | None = None
+    keeps_route: bool = False
 
 
 @final

@@ -14,7 +14,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch._interceptors import of_thread
 from moe_dispatch._tracing import refuse_traced
 from moe_dispatch.backends.base import Constraints, MoEShape
 from moe_dispatch.backends.capacity import worst_rows
@@ -23,30 +22,24 @@ from moe_dispatch.backends.wire import PacketFormat
 from moe_dispatch.carry.gathered import Everyone, gather, gathered_bytes, source_of_rows
 from moe_dispatch.carry.packets import RowWithColumns
 from moe_dispatch.dispatchers import autograd
-from moe_dispatch.dispatchers.agreement import tell_peers
+from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
 from moe_dispatch.errors import InputError
-from moe_dispatch.layouts import Layout
 from moe_dispatch.permutation import SlotIndex
-from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, Sizes, check_plain
+from moe_dispatch.types import Dispatched, Sizes, check_plain
 
 _DTYPES = (torch.int32, torch.int64)
 
 
-def dispatch_with(
-    dispatcher: Dispatcher,
-    x: Tensor,
-    routing: Routing | None,
-    plan: Plan | Layout | None,
-    carry: Mapping[str, Tensor],
-    *,
-    again: Dispatched | None,
-    async_op: bool,
-) -> Dispatched | InFlight:
-    """Do what ``Dispatcher.dispatch`` says, with ``carry``."""
-    channel = dispatcher._lease.enter_unless_traced()
-    if channel is None:
+def with_columns(dispatcher: Dispatcher, call: Call, carry: Mapping[str, Tensor], again: Dispatched | None) -> Call:
+    """Return the dispatch with the columns of ``carry``. Whether they fit is checked with the rest of the call.
+
+    Raises:
+        StateError: The call is compiled.
+        InputError: ``again`` is given, whose data arrives again.
+    """
+    if dispatcher._lease.enter_unless_traced() is None:
         refuse_traced(
             "Dispatcher.dispatch: carry works neither in a compiled region nor under a policy of selective "
             "checkpointing. Wrap both verbs in torch.compiler.disable, or leave the policy out."
@@ -57,14 +50,7 @@ def dispatch_with(
         )
         dispatcher._name_in(error)
         raise error
-    columns = CarriedColumns(dispatcher._lease, x, carry)
-    if of_thread.interceptor is None or not of_thread.interceptor.repeats:
-        columns.check(dispatcher, x, plan)
-    of_thread.columns = columns
-    try:
-        return dispatcher.dispatch(x, routing, plan, async_op=async_op)
-    finally:
-        of_thread.columns = None
+    return dataclasses.replace(call, columns=CarriedColumns(dispatcher._lease, call.x, carry))
 
 
 @final
@@ -96,11 +82,9 @@ class CarriedColumns:
         self._everyone: Everyone | None = None
         self._columns_TC = torch.empty(0, dtype=torch.uint8)
 
-    def check(self, dispatcher: Dispatcher, x: Tensor, plan: Plan | Layout | None) -> None:
-        """Raise the problem, if there is one, and tell the peers of a new dispatch."""
+    def check(self) -> None:
+        """Raise the problem, if there is one."""
         if self.problem is not None:
-            tell_peers(self._channel, self.problem, in_dispatch=True, x=x, has_sizes=isinstance(plan, Plan))
-            dispatcher._name_in(self.problem)
             raise self.problem
 
     @staticmethod
@@ -138,14 +122,8 @@ class CarriedColumns:
                     f"{tuple(values.shape)} on {values.device}."
                 )
 
-    def told(self) -> str:
-        """Return what all ranks must carry alike, for ``facts_of``.
-
-        Raises:
-            InputError: The problem, if there is one.
-        """
-        if self.problem is not None:
-            raise self.problem
+    def text(self) -> str:
+        """Return the names and dtypes, which must be equal on all ranks, for ``facts_of``."""
         return ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in self.dtypes.items())
 
     def depart(self, channel: Channel, sizes: Sizes, ids_TK: Tensor, real_rows: Tensor | None) -> Sizes:

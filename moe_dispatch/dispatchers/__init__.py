@@ -2,7 +2,8 @@
 
 ``Dispatcher.dispatch`` in ``dispatcher`` tells the story of a call from top to bottom:
 
-- ``checks`` compares the tensors and the plan with the config, and drafts a plan if there is none.
+- A dispatch is a value, a ``Call``. Plug-ins may change it before ``make``, the one function that runs it.
+- ``checks.check_call`` compares the tensors and the plan with the config, and drafts a plan if there is none.
 - ``autograd.start`` cleans the ids, lets ``agreement`` settle the sizes if the plan has none, pads, and hands the rows
   to the backend. ``autograd.finish`` waits for them. ``Dispatch`` and ``Combine`` attach the verbs to autograd.
 

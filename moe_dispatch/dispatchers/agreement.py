@@ -38,16 +38,16 @@ _UNKNOWN = -(2**40)  # less than any number of a dispatcher, and than its negati
 
 
 @cache
-def facts_of(dtype: torch.dtype, grad_enabled: bool | str, carried: str = "") -> Facts:
+def facts_of(dtype: torch.dtype, grad_enabled: bool, repetition: str = "", carried: str = "") -> Facts:
     """Return the facts about a dispatch that must be equal on all ranks, by name.
 
     Args:
         dtype: Dtype of the rows.
         grad_enabled: Whether the call records gradients. A rank that does not record them takes part in no backward.
-            A text says more about it.
+        repetition: As in ``Call``; it is added to the grad mode.
         carried: Names and dtypes of what travels with the rows.
     """
-    grad_mode = grad_enabled if isinstance(grad_enabled, str) else "enabled" if grad_enabled else "disabled"
+    grad_mode = ("enabled" if grad_enabled else "disabled") + repetition
     facts = {"the dtype of x": str(dtype).removeprefix("torch."), "grad mode": grad_mode}
     return {**facts, "carry": carried} if carried else facts
 

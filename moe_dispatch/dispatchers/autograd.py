@@ -8,14 +8,13 @@ out to zero. ``Dispatch`` and ``Combine`` make the calls differentiable.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Size, Tensor
 
-from moe_dispatch._interceptors import of_thread
 from moe_dispatch._slots import Assigned, Slots
 from moe_dispatch.backends.base import Arrived, Route
 from moe_dispatch.communication import HostCopy, raise_alike
@@ -95,7 +94,9 @@ class Request:
         real_rows: int64, the indices of the rows to send; None sends all rows.
         valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
         slots: The expert slots in force; None if every rank holds its own experts only.
-        grad_enabled: Whether the call records gradients, as in ``facts_of``.
+        grad_enabled: Whether the call records gradients.
+        repetition: As in ``Call``.
+        columns: The data that travels with the rows; None if there is none.
         wants_weights: Whether the weights of the model require grad; in compiled code, True.
         lease: Lease of the dispatcher; None if an operator makes the dispatch.
         layer: Number of the layer for the meter, ``Lease.layer``; -1 in compiled code.
@@ -108,7 +109,9 @@ class Request:
     real_rows: Tensor | None
     valid_T: Tensor | None
     slots: Slots | None
-    grad_enabled: bool | str
+    grad_enabled: bool
+    repetition: str = ""
+    columns: CarriedColumns | None = None
     wants_weights: bool = True
     lease: Lease | None = None
     layer: int = -1
@@ -162,9 +165,8 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
         InputError: An id is invalid; or the ranks exchange counts, and another rank makes a different call.
         PeerError: The ranks exchange counts or sizes, and another rank refused its call.
     """
-    config, needs, slots, plan = channel.config, channel.needs, call.slots, call.plan
-    columns = of_thread.columns
-    given = (call.x_TD.dtype, call.grad_enabled, "" if columns is None else columns.told())
+    config, needs, slots, plan, columns = channel.config, channel.needs, call.slots, call.plan, call.columns
+    given = (call.x_TD.dtype, call.grad_enabled, call.repetition, "" if columns is None else columns.text())
     facts, heard = facts_of(*given), channel.hears_invalid_ids[plan.settled]
     mark = None
     if needs.exchanges_counts:
@@ -194,6 +196,8 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
         ids_TK = pad(ids_TK, None, padded, -1)
     if columns is not None:
         sizes = columns.depart(channel, sizes, ids_TK, call.real_rows)
+    if call.repetition:
+        sizes = replace(sizes, keeps_route=True)
     try:
         if async_op or marks:
             arrive = partial(channel.backend.finish, channel.backend.start(x_TD, ids_TK, weights_TK, sizes, *marks))

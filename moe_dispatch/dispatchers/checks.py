@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
 import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Constraints
 from moe_dispatch.communication import to_device
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError, LayoutError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.types import Plan, Routing, check_plain
+from moe_dispatch.types import Dispatched, Plan, Routing, check_plain
 
 ROW_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
@@ -79,7 +84,58 @@ def rows_to_send(channel: Channel, plan: Plan, x_TD: Tensor) -> tuple[Tensor | N
     return None, layout.valid_T(num_rows, x_TD.device) if plan.valid_T is None else plan.valid_T
 
 
-def check_call(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing | None, plan: object) -> Routing:
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Checked:
+    """A dispatch that this rank has checked alone.
+
+    Attributes:
+        x_TD: All rows of the model.
+        routing: The routing of these rows.
+        plan: A plan, or the draft of one.
+        real_rows: int64, the indices of the rows to send; None sends all rows.
+        valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
+    """
+
+    x_TD: Tensor
+    routing: Routing
+    plan: Plan
+    real_rows: Tensor | None
+    valid_T: Tensor | None
+
+
+def check_call(channel: Channel, call: Call, layout_in: Callable[[Plan | Layout | None, Tensor], Layout]) -> Checked:
+    """Check a dispatch on this rank, and draft its plan if it has none.
+
+    Args:
+        channel: Channel of the dispatcher.
+        call: The dispatch.
+        layout_in: Function that returns the layout of a dispatch from its plan and x.
+
+    Raises:
+        InputError: As ``check_routing``; or a value is wrong, with ``debug``; or carried data does not fit.
+        LayoutError: The layout or the plan does not fit x.
+        StateError: As ``check_routing``.
+    """
+    x, plan = call.x, call.plan
+    if type(x) is not Tensor:
+        check_plain("Dispatcher.dispatch", x=x)
+    if call.columns is not None:
+        call.columns.check()
+    layout = plan.layout if isinstance(plan, Plan) else layout_in(plan, x)
+    x_TD = layout.flatten(x)
+    routing = check_routing(channel, x, x_TD, call.routing, plan)
+    if channel.config.debug:
+        layout.check(len(x_TD), values=True)
+        check_values(routing, layout.valid_T(len(x_TD), x.device), channel.config.num_experts)
+    known = plan if isinstance(plan, Plan) else draft_plan(channel, layout, x)
+    real_rows, valid_T = (None, None) if layout.all_real else rows_to_send(channel, known, x_TD)
+    for observer in channel.observers:  # last, so that an observer hears only of calls that this rank can make
+        observer.asked(x, layout)
+    return Checked(x_TD=x_TD, routing=routing, plan=known, real_rows=real_rows, valid_T=valid_T)
+
+
+def check_routing(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing | None, plan: object) -> Routing:
     """Check the arguments of a dispatch, and return the routing.
 
     What can differ between two calls with tensors of the same kinds is compared in each call. The rest is checked once
@@ -141,6 +197,16 @@ def needs_chunks(plan: Plan, config: DispatcherConfig) -> InputError:
 def no_routing(routing: object) -> InputError:
     """Return the error of a dispatch whose routing is no ``Routing``."""
     return InputError(f"Dispatcher.dispatch: pass Routing(topk_ids, topk_weights), not {type(routing).__name__}.")
+
+
+def wrong_result(verb: str, sent: object) -> InputError | StateError:
+    """Return the error of a verb whose ``sent`` is no result of this dispatcher."""
+    if not isinstance(sent, Dispatched):
+        return InputError(
+            f"Dispatcher.{verb}: sent must be a Dispatched, got {type(sent).__name__}. Pass what dispatch returned. "
+            "After async_op=True, wait()."
+        )
+    return StateError(f"Dispatcher.{verb}: sent must come from this dispatcher, not from another one.")
 
 
 def no_layout(value: object) -> str:

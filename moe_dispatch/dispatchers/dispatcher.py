@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, final, overload
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast, final, overload
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import autograd, checks
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
+from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel, profiler_range
 from moe_dispatch.dispatchers.names import OwnNames
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
@@ -244,64 +245,15 @@ class Dispatcher(OwnNames):
 
         Cost: that of the backend, and without a plan also that of ``plan``.
         """
-        lease = self._lease
+        call = Call(x=x, routing=routing, plan=plan, async_op=async_op)
         if carry is not None:
-            given = (self, x, routing, plan, carry)
-            return cast(InFlight, load_carry().dispatch_with(*given, again=again, async_op=async_op))
+            call = load_carry().with_columns(self, call, carry, again)
         if again is not None:
             return self._dispatch_again(x, routing, plan, again)
-        if (channel := lease.enter_unless_traced()) is None:
-            return traced_calls().dispatch(lease, x, routing, self._layout_in(plan, x), plan)
-        if of_thread.interceptor is not None:
-            return of_thread.interceptor.dispatch(self, x, routing, plan, async_op=async_op)
-        try:
-            with profiler_range("dispatch"):
-                try:
-                    if type(x) is not Tensor:
-                        check_plain("Dispatcher.dispatch", x=x)
-                    layout = plan.layout if isinstance(plan, Plan) else self._layout_in(plan, x)
-                    x_TD = layout.flatten(x)
-                    routing = checks.check_call(channel, x, x_TD, routing, plan)
-                    if channel.config.debug:
-                        layout.check(len(x_TD), values=True)
-                        checks.check_values(routing, layout.valid_T(len(x_TD), x.device), channel.config.num_experts)
-                    known = plan if isinstance(plan, Plan) else checks.draft_plan(channel, layout, x)
-                    real_rows, valid_T = (None, None) if layout.all_real else checks.rows_to_send(channel, known, x_TD)
-                    for observer in channel.observers:
-                        observer.asked(x, layout)
-                    wide = torch.promote_types(x_TD.dtype, torch.float32)  # the accumulation dtype
-                    weights_TK = autograd.anchor(routing.topk_weights.to(wide), channel)
-                    ids_TK, asks = routing.topk_ids, not channel.config.graph_safe
-                    permutation = channel.context.permutations[type(ids_TK), ids_TK.device.type]
-                    ids_TK, weights_TK = permutation.merge_slots(ids_TK, weights_TK, asks=asks)
-                except Exception as error:
-                    tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=isinstance(plan, Plan))
-                    raise
-                call = autograd.Request(
-                    x_TD=x_TD,
-                    ids_TK=ids_TK,
-                    weights_TK=weights_TK,
-                    plan=known,
-                    real_rows=real_rows,
-                    valid_T=valid_T,
-                    slots=lease.slots,
-                    grad_enabled=of_thread.grad_mode or torch.is_grad_enabled(),
-                    wants_weights=routing.topk_weights.requires_grad,
-                    lease=lease,
-                    layer=lease.layer,
-                )
-                with torch.no_grad():
-                    departed = autograd.start(channel, call, async_op=async_op)
-                    if channel.observers or routing.drift is not None:
-                        tell_started(channel, lease, x, routing, layout)
-                arrive = partial(receive, lease, departed, layout, x.shape, x_TD, weights_TK)
-                if not async_op:
-                    return arrive()
-                placement = None if departed.assigned is None else departed.assigned.placement
-                return InFlight(placement=placement, finish=once(lease, arrive, x.device))
-        except Exception as error:
-            self._name_in(error)
-            raise
+        if self._lease.enter_unless_traced() is None:
+            return traced_calls().dispatch(self._lease, x, routing, self._layout_in(plan, x), plan)
+        interceptor = of_thread.interceptor
+        return make(self, call) if interceptor is None else interceptor.dispatch(self, call)
 
     def _name_in(self, error: Exception) -> None:
         """Add the dispatcher's name to an error."""
@@ -330,11 +282,13 @@ class Dispatcher(OwnNames):
     def _dispatch_again(
         self, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, again: Dispatched
     ) -> Dispatched:
-        state = self._state(again, "dispatch")
+        if not isinstance(again, Dispatched) or again.state.lease is not self._lease:
+            raise checks.wrong_result("dispatch", again)
         if routing is not None or plan is not None:
             raise InputError(
                 "Dispatcher.dispatch: again=sent already has routing and plan. Pass x and again=sent only."
             )
+        state = again.state
         if not isinstance(state, autograd.State):
             return traced_calls().dispatch_again(x, again)
         channel = self._lease.enter("dispatch")
@@ -354,17 +308,6 @@ class Dispatcher(OwnNames):
         except Exception as error:
             self._name_in(error)
             raise
-
-    def _state(self, sent: Dispatched, verb: str) -> Any:
-        """Return the state of ``sent``: an ``autograd.State``, or that of a call which torch traced."""
-        if not isinstance(sent, Dispatched):
-            raise InputError(
-                f"Dispatcher.{verb}: sent must be a Dispatched, got {type(sent).__name__}. Pass what dispatch "
-                "returned. After async_op=True, wait()."
-            )
-        if sent.state.lease is not self._lease:
-            raise StateError(f"Dispatcher.{verb}: sent must come from this dispatcher, not from another one.")
-        return sent.state
 
     @final
     def combine(self, rows: Tensor, sent: Dispatched) -> Tensor:
@@ -388,23 +331,12 @@ class Dispatcher(OwnNames):
 
         Cost: that of the backend; no host sync.
         """
-        state = self._state(sent, "combine")
-        if not isinstance(state, autograd.State):
+        if not isinstance(sent, Dispatched) or sent.state.lease is not self._lease:
+            raise checks.wrong_result("combine", sent)
+        if not isinstance(sent.state, autograd.State):
             return traced_calls().combine(rows, sent)
-        if of_thread.interceptor is not None:
-            return of_thread.interceptor.combine(self, rows, sent)
-        channel = self._lease.enter("combine")
-        try:
-            with profiler_range("combine"):
-                rows = checks.check_combine(rows, sent.in_graph, channel)
-                if channel.observers or getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-                    tell_combined(channel, state.lease, rows)
-                weights_R = autograd.anchor(sent.weights, channel)
-                y: Tensor = autograd.Combine.apply(rows, weights_R, state, channel)  # type: ignore[no-untyped-call]
-                return y
-        except Exception as error:
-            self._name_in(error)
-            raise
+        interceptor = of_thread.interceptor
+        return bring_back(self, rows, sent) if interceptor is None else interceptor.combine(self, rows, sent)
 
     def place(self, placement: Placement, *, device: torch.device | str | None = None) -> None:
         """Send the rows of later dispatches to the expert slots of a placement. Collective.
@@ -596,6 +528,67 @@ class Dispatcher(OwnNames):
 
 build_dispatcher = Dispatcher
 """Build a Dispatcher to call ``dispatch`` and ``combine`` on."""
+
+
+def make(dispatcher: Dispatcher, call: Call) -> Dispatched | InFlight:
+    """Make a dispatch: check it, start to send, and receive the rows."""
+    lease, channel, x = dispatcher._lease, dispatcher._lease.channel, call.x
+    try:
+        with profiler_range("dispatch"):
+            try:
+                checked = checks.check_call(channel, call, dispatcher._layout_in)
+                routing, layout = checked.routing, checked.plan.layout
+                wide = torch.promote_types(checked.x_TD.dtype, torch.float32)  # the accumulation dtype
+                weights_TK = autograd.anchor(routing.topk_weights.to(wide), channel)
+                ids_TK, asks = routing.topk_ids, not channel.config.graph_safe
+                permutation = channel.context.permutations[type(ids_TK), ids_TK.device.type]
+                ids_TK, weights_TK = permutation.merge_slots(ids_TK, weights_TK, asks=asks)
+            except Exception as error:
+                tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=isinstance(call.plan, Plan))
+                raise
+            request = autograd.Request(
+                x_TD=checked.x_TD,
+                ids_TK=ids_TK,
+                weights_TK=weights_TK,
+                plan=checked.plan,
+                real_rows=checked.real_rows,
+                valid_T=checked.valid_T,
+                slots=lease.slots,
+                grad_enabled=torch.is_grad_enabled(),
+                repetition=call.repetition,
+                columns=call.columns,
+                wants_weights=routing.topk_weights.requires_grad,
+                lease=lease,
+                layer=lease.layer,
+            )
+            with torch.no_grad():
+                departed = autograd.start(channel, request, async_op=call.async_op)
+                if channel.observers or routing.drift is not None:
+                    tell_started(channel, lease, x, routing, layout)
+            arrive = partial(receive, lease, departed, layout, x.shape, checked.x_TD, weights_TK)
+            if not call.async_op:
+                return arrive()
+            placement = None if departed.assigned is None else departed.assigned.placement
+            return InFlight(placement=placement, finish=once(lease, arrive, x.device))
+    except Exception as error:
+        dispatcher._name_in(error)
+        raise
+
+
+def bring_back(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor:
+    """Make a combine: check it, and bring the rows back."""
+    channel = dispatcher._lease.enter("combine")
+    try:
+        with profiler_range("combine"):
+            rows = checks.check_combine(rows, sent.in_graph, channel)
+            if channel.observers or getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+                tell_combined(channel, sent.state.lease, rows)
+            weights_R = autograd.anchor(sent.weights, channel)
+            y: Tensor = autograd.Combine.apply(rows, weights_R, sent.state, channel)  # type: ignore[no-untyped-call]
+            return y
+    except Exception as error:
+        dispatcher._name_in(error)
+        raise
 
 
 def receive(

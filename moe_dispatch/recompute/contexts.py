@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar, final
 
 import torch
@@ -22,15 +22,15 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from moe_dispatch._interceptors import Interceptor, of_thread
 from moe_dispatch.dispatchers.agreement import settle
+from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.channel import Channel, Lease
-from moe_dispatch.dispatchers.dispatcher import Dispatcher
+from moe_dispatch.dispatchers.dispatcher import Dispatcher, bring_back
 from moe_dispatch.errors import StateError
-from moe_dispatch.layouts import Layout
 from moe_dispatch.recompute.differences import report
 from moe_dispatch.recompute.left_out import Watch, leave_out
 from moe_dispatch.recompute.nesting import Place, checkpoints_between
 from moe_dispatch.recompute.routes import Kept, Log, dispatch_anew, dispatch_on, refuse
-from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
+from moe_dispatch.types import Dispatched, InFlight, Plan
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -152,11 +152,6 @@ class Way(Interceptor):
         self.place = Place()
 
     @property
-    def repeats(self) -> bool:
-        """Whether a dispatch takes a route that was kept, or one that the way around this one may have kept."""
-        return self.outer is not None and self.outer.repeats
-
-    @property
     def told(self) -> str:
         """What ranks compare of this call and of those inside of it that run."""
         return self.log.told + ("" if self.inner is None else self.inner.told)
@@ -188,24 +183,21 @@ class Keeping(Way):
         super().__init__(log)
         log.begin(self.place.frame if self.place.grad_enabled else None)
 
-    def dispatch(
-        self, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
-    ) -> Dispatched | InFlight:
+    def dispatch(self, dispatcher: Dispatcher, call: Call) -> Dispatched | InFlight:
         lease = dispatcher._lease
-        call = partial(dispatcher.dispatch, x, routing, plan, async_op=async_op)
         sent: Dispatched | InFlight
         with _in_force(self.outer):
             if isinstance(self.outer, Way):
-                sent, kept = call(), self.outer.latest(lease)
+                sent, kept = self.outer.dispatch(dispatcher, call), self.outer.latest(lease)
             else:
-                kept, sent = dispatch_anew(self.told, dispatcher, x, routing, plan, async_op=async_op)
+                kept, sent = dispatch_anew(dispatcher, replace(call, repetition=self.told))
         for log in (self.log, *self.logs_inside()):
             log.add(lease, kept)
         return sent
 
     def combine(self, dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor:
         with _in_force(self.outer):
-            y = dispatcher.combine(rows, sent)
+            y = bring_back(dispatcher, rows, sent) if self.outer is None else self.outer.combine(dispatcher, rows, sent)
         for log in (self.log, *self.logs_inside()):
             log.combined(dispatcher._lease)
         return y
@@ -242,13 +234,7 @@ class Repeating(Way):
         self.next_ids = self.combines = 0
         self.watch = Watch() if log.only_added else None
 
-    @property
-    def repeats(self) -> bool:
-        return True
-
-    def dispatch(
-        self, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
-    ) -> Dispatched | InFlight:
+    def dispatch(self, dispatcher: Dispatcher, call: Call) -> Dispatched | InFlight:
         lease = dispatcher._lease
         all_kept, number = self.log.kept.get(lease, []), self.next[lease]
         self.next[lease] += 1
@@ -258,7 +244,7 @@ class Repeating(Way):
             kept = all_kept[number]
             for log in self.logs_inside():
                 log.add(lease, kept)
-            return dispatch_on(self.log, kept, dispatcher, x, routing, plan, async_op=async_op)
+            return dispatch_on(self.log, kept, dispatcher, call)
 
     def combine(self, dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor:
         self.combines += 1
@@ -270,7 +256,7 @@ class Repeating(Way):
                     report(dispatcher, rows.new_zeros((), dtype=torch.int64))
                 y = leave_out(dispatcher, rows, sent, self.watch)
             else:
-                y = dispatcher.combine(rows, sent)
+                y = bring_back(dispatcher, rows, sent)
         for log in self.logs_inside():
             log.combined(dispatcher._lease)
         return y

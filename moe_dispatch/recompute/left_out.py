@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from moe_dispatch.dispatchers.dispatcher import Dispatcher
+from moe_dispatch.dispatchers.dispatcher import Dispatcher, bring_back
 from moe_dispatch.errors import InputError
 from moe_dispatch.recompute.differences import report
 from moe_dispatch.recompute.routes import changed, of
@@ -38,14 +38,14 @@ def leave_out(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched, watch: Wat
         combine=lambda rows, _: rows.new_full((state.padded, rows.shape[1]), torch.nan),
         combine_backward=state.route.combine_backward,
     )
-    y = dispatcher.combine(rows, dataclasses.replace(sent, state=changed(state, route=route)))
+    y = bring_back(dispatcher, rows, dataclasses.replace(sent, state=changed(state, route=route)))
     if watch is None:
         raise InputError(
             f"Dispatcher.combine: a recomputation{of(dispatcher)} must save the tensors of its forward, got others. "
             "Checkpoint a function that does the same each time."
         )
     if y.grad_fn is None:
-        return dispatcher.combine(rows, sent)
+        return bring_back(dispatcher, rows, sent)
     watch.dispatcher, watch.combine = dispatcher, y.grad_fn
     return y
 

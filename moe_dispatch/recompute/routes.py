@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import _CheckpointFrame
 
-from moe_dispatch._interceptors import of_thread
 from moe_dispatch.backends.wire import Encoded
 from moe_dispatch.communication import control_device, raise_alike
 from moe_dispatch.dispatchers import autograd, checks
 from moe_dispatch.dispatchers.agreement import leave_untold
+from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
-from moe_dispatch.dispatchers.dispatcher import Dispatcher, once
+from moe_dispatch.dispatchers.dispatcher import Dispatcher, make, once
 from moe_dispatch.errors import InputError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.layouts.base import is_host
@@ -111,22 +111,14 @@ class Log:
 _unasked: weakref.WeakKeyDictionary[Channel, weakref.WeakSet[Log]] = weakref.WeakKeyDictionary()
 
 
-def dispatch_anew(
-    told: str, dispatcher: Dispatcher, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, *, async_op: bool
-) -> tuple[Kept, Dispatched | InFlight]:
-    """Make a dispatch whose ranks compare ``told``, and keep its route."""
-    recorded = torch.is_grad_enabled()
-    of_thread.grad_mode = f"{'enabled' if recorded else 'disabled'}{told}"
-    try:
-        arriving = dispatcher.dispatch(x, routing, plan, async_op=async_op)
-    finally:
-        of_thread.grad_mode = ""
-    assert routing is not None
-    layout = plan.layout if isinstance(plan, Plan) else dispatcher._layout_in(plan, x)
+def dispatch_anew(dispatcher: Dispatcher, call: Call) -> tuple[Kept, Dispatched | InFlight]:
+    """Make a dispatch, and keep its route."""
+    arriving, layout = make(dispatcher, call), dispatcher._layout_in(call.plan, call.x)
+    assert call.routing is not None
     kept = Kept(
-        dtype=x.dtype,
-        ids=_narrow(_ids_of_tokens(dispatcher, x, routing, layout, plan), dispatcher.config.num_experts),
-        recorded=recorded,
+        dtype=call.x.dtype,
+        ids=_narrow(_ids_of_tokens(call.routing, layout, call.plan), dispatcher.config.num_experts),
+        recorded=torch.is_grad_enabled(),
     )
 
     def arrived(sent: Dispatched) -> Dispatched:
@@ -150,28 +142,17 @@ def dispatch_anew(
     return kept, InFlight(placement=arriving.placement, finish=lambda: arrived(arriving.wait()))
 
 
-def dispatch_on(
-    log: Log,
-    kept: Kept,
-    dispatcher: Dispatcher,
-    x: Tensor,
-    routing: Routing | None,
-    plan: Plan | Layout | None,
-    *,
-    async_op: bool,
-) -> Dispatched | InFlight:
-    """Send x along the route of an earlier dispatch of the dispatcher.
-
-    The arguments behind ``kept``, the earlier dispatch in the log, are those of ``Dispatcher.dispatch``.
+def dispatch_on(log: Log, kept: Kept, dispatcher: Dispatcher, call: Call) -> Dispatched | InFlight:
+    """Send x along the route of ``kept``, an earlier dispatch of the dispatcher in the log.
 
     Raises:
         InputError: The call is not that of the forward. Raised on every rank if the control group is on the CPU, or
             with ``debug``.
         PeerError: The call of another rank is not that of its forward.
     """
-    channel = dispatcher._lease.enter()
+    channel, x = dispatcher._lease.enter(), call.x
     try:
-        problem, call, other = None, None, None
+        problem, checked, other = None, None, None
         try:
             if kept.sent is None:
                 raise InputError(
@@ -181,23 +162,23 @@ def dispatch_on(
             if type(x) is not Tensor:
                 check_plain("Dispatcher.dispatch", x=x)
             state = kept.sent.state
-            layout = plan.layout if isinstance(plan, Plan) else dispatcher._layout_in(plan, x)
-            _compare_carried(kept, dispatcher)
+            layout = dispatcher._layout_in(call.plan, x)
+            _compare_carried(kept, dispatcher, call)
             other = _difference(kept, state, dispatcher, x, layout)
             if other is not None and (_asks(channel) or x.shape != state.shape or x.dtype != kept.dtype):
                 raise other
             layout = state.layout  # if it is another one, all ranks hear of it later
             x_TD = layout.flatten(x)
-            routing = checks.check_call(channel, x, x_TD, routing, None)
-            call = x_TD, routing, _ids_of_tokens(dispatcher, x, routing, layout, plan)
+            routing = checks.check_routing(channel, x, x_TD, call.routing, None)
+            checked = x_TD, routing, _ids_of_tokens(routing, layout, call.plan)
         except Exception as error:
             problem = error
         _raise_alike(log, channel, problem)
-        assert call is not None
+        assert checked is not None
         with profiler_range("dispatch"):
-            finish = _send(kept, channel, *call)
-        report(dispatcher, (_narrow(call[2], channel.config.num_experts) != kept.ids).sum(), other)
-        if not async_op:
+            finish = _send(kept, channel, *checked)
+        report(dispatcher, (_narrow(checked[2], channel.config.num_experts) != kept.ids).sum(), other)
+        if not call.async_op:
             return finish()
         assert kept.sent is not None
         return InFlight(placement=kept.sent.placement, finish=once(dispatcher._lease, finish, x.device))
@@ -312,11 +293,11 @@ def _difference(
     )
 
 
-def _compare_carried(kept: Kept, dispatcher: Dispatcher) -> None:
+def _compare_carried(kept: Kept, dispatcher: Dispatcher, call: Call) -> None:
     """Raise if a recomputation carries other names or dtypes than its forward, whose numbers it gets."""
-    columns = of_thread.columns
-    if columns is not None and columns.problem is not None:
-        raise columns.problem
+    columns = call.columns
+    if columns is not None:
+        columns.check()
     assert kept.sent is not None
     mine = None if columns is None else columns.dtypes
     its = None if kept.sent.carried is None else {name: values.dtype for name, values in kept.sent.carried.items()}
@@ -343,9 +324,7 @@ def _are_equal(mine: Any, its: Any) -> bool:
     return bool(mine == its)
 
 
-def _ids_of_tokens(
-    dispatcher: Dispatcher, x: Tensor, routing: Routing, layout: Layout, plan: Plan | Layout | None
-) -> Tensor:
+def _ids_of_tokens(routing: Routing, layout: Layout, plan: Plan | Layout | None) -> Tensor:
     """Return the ids of a call, int64 (T, K), with -1 in rows that are no tokens. No host sync."""
     ids_TK = routing.topk_ids
     if layout.all_real:

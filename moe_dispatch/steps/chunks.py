@@ -24,9 +24,10 @@ from moe_dispatch._interceptors import load_carry
 from moe_dispatch._tracing import refuse_traced
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import facts_of, settle, tell_peers
+from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.errors import InputError
 from moe_dispatch.layouts import Layout, Masked, Rows
-from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
+from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
 if TYPE_CHECKING:
     from moe_dispatch.config import DispatcherConfig
@@ -169,19 +170,10 @@ def _settle(
     try:
         channel, has_sizes = dispatcher._lease.enter(), isinstance(plan, Plan)
         try:
-            if type(x) is not Tensor:
-                check_plain("Dispatcher.dispatch", x=x)
-            layout = dispatcher._layout_in(plan, x)
-            for observer in channel.observers:
-                observer.asked(x, layout)
-            x_TD, carried = layout.flatten(x), ""
-            if carry is not None:
-                carried = load_carry().CarriedColumns(dispatcher._lease, x, carry).told()
-            checks.check_call(channel, x, x_TD, routing, plan)
-            if has_sizes and channel.config.debug:
-                layout.check(len(x_TD), values=True)
-            whole = plan if isinstance(plan, Plan) else checks.draft_plan(channel, layout, x)
-            real_rows, valid_T = (None, None) if layout.all_real else checks.rows_to_send(channel, whole, x_TD)
+            columns = None if carry is None else load_carry().CarriedColumns(dispatcher._lease, x, carry)
+            call = Call(x=x, routing=routing, plan=plan, columns=columns)
+            checked = checks.check_call(channel, call, dispatcher._layout_in)
+            x_TD, whole, real_rows, valid_T = checked.x_TD, checked.plan, checked.real_rows, checked.valid_T
             if real_rows is not None:
                 channel.meter.count_rows(cut=len(x_TD) - len(real_rows))
             if not has_sizes and channel.agrees_on_rows and not channel.needs.exchanges_counts:
@@ -193,7 +185,8 @@ def _settle(
             tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=has_sizes)
             raise
         if not has_sizes:  # the dispatches of the chunks have sizes, so what must be equal is compared here
-            facts = facts_of(x_TD.dtype, torch.is_grad_enabled(), carried)
+            carried = "" if columns is None else columns.text()
+            facts = facts_of(x_TD.dtype, torch.is_grad_enabled(), carried=carried)
             whole = settle(channel, whole, facts=facts, lease=dispatcher._lease)
         return x_TD, whole, real_rows, valid_T
     except Exception as error:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._interceptors import of_thread
 from moe_dispatch._probing import loaded_nccl
 from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoEShape
 from moe_dispatch.backends.capacity import GraphSafeSupport, worst_rows
@@ -29,6 +28,7 @@ from moe_dispatch.backends.deep_ep.rank_rows import DeepEP, Payload, RankMajorRo
 from moe_dispatch.backends.wire import ALL_WIRES, WireSupport
 from moe_dispatch.errors import ConfigError, InputError
 from moe_dispatch.permutation.index import round_up, running_total
+from moe_dispatch.types import Sizes
 
 if TYPE_CHECKING:
     from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
@@ -121,8 +121,6 @@ def _refuse_recomputation() -> None:
     Its backward takes the tensors of the recomputation and the handles of the first run. Without ``deterministic``,
     rows of the two arrive in different orders, so gradients would go to wrong rows.
     """
-    if of_thread.grad_mode:  # a recomputation takes the route of this dispatch
-        return
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
         raise ConfigError(
@@ -196,6 +194,10 @@ class ElasticDeepEP(DeepEP):
                 "all ranks, set the option ranks_per_node to their number; deep_ep is then run with EP_DISABLE_GIN=1."
             ) from error
 
+    def check(self, sizes: Sizes) -> None:
+        if not (self._deterministic or sizes.keeps_route):
+            _refuse_recomputation()
+
     def send(
         self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, worst_rows: int | None, *, overlaps: bool
     ) -> Callable[[], RankMajorRows | Arrived]:
@@ -204,8 +206,6 @@ class ElasticDeepEP(DeepEP):
         With ``worst_rows`` the library delivers P times the number of rows that its buffer has room for. That product
         equals ``worst_rows``.
         """
-        if not self._deterministic:
-            _refuse_recomputation()
         buffer, place, deferred, defers = self.buffer(), self.place, self._deferred, overlaps and self._is_v25
         on_its_stream = overlaps and self._on_its_stream
         with self._calling():

@@ -76,6 +76,9 @@ class DeepEP(LibraryBackend):
         super().__init__(context)
         self._compared: list[bool] = []  # not empty once a list of counts was compared with rows
 
+    def check(self, sizes: Sizes) -> None:
+        """Raise ConfigError if the library cannot make a dispatch here."""
+
     @abstractmethod
     def send(
         self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, worst_rows: int | None, *, overlaps: bool
@@ -129,6 +132,7 @@ class DeepEP(LibraryBackend):
         shape, most_rows = self.context.shape, self.context.most_rows
         # In graph-safe mode: as many rows as all ranks together can send. In eager mode the library counts them.
         worst_rows = shape.ep_size * most_rows if shape.graph_safe and most_rows is not None else None
+        self.check(sizes)
         payload, weights32_TK = pack(rows_TD, shape.wire_dtype), weights_TK.float().contiguous()
         arriving = self.send(payload, ids_TK.contiguous(), weights32_TK, worst_rows, overlaps=overlaps)
         return arriving, rows_TD.dtype, weights_TK.dtype, sizes.capacity
