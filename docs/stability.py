@@ -87,6 +87,7 @@ PUBLIC = {
         "StrictOptions refuse_host_syncs allow_host_syncs HostSyncError trace_static count_collectives Collectives "
         "Collective count_host_syncs HostRead RankFailed Ranks",
     ),
+    "moe_dispatch_testing.prove": _names(experimental="Proof Setup load_setup look prove prove_all"),
     "moe_dispatch_testing.emulation": _names(
         experimental="RELEASES emulated_deep_ep imported_as_deep_ep EmulatedAbort EmulatedHang"
     ),

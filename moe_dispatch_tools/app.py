@@ -293,6 +293,30 @@ def compare_command(
     return compare.run(task, ranks or own_ranks, peers=peers, picture=picture, as_json=as_json)
 
 
+@app.command("prove", cls=Once)
+@answering
+def prove_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Python file with build, step, batches and mesh.")],
+    dtype: Annotated[str, option("float64 or float32, torch's default dtype in the run.")] = "float64",
+    seconds: Annotated[int, count("Seconds that the ranks, and then the one process, may take.")] = 60,
+    as_json: Json = False,
+) -> int:
+    """Compare a training set-up with one process.
+
+    Two steps of the set-up run on gloo ranks, and with the same tokens on one process. Start values, losses, the norm,
+    every gradient and every parameter after each step are compared. A difference is told as what it looks like. The
+    exit status is 0 if nothing differs, otherwise 1.
+
+    \b
+    moe-dispatch prove setup.py
+    moe-dispatch prove setup.py --dtype float32
+    moe-dispatch prove setup.py --seconds 300 --json
+    """  # noqa: D301
+    from moe_dispatch_tools.prove import command as prove
+
+    return prove.run(file, dtype=dtype, seconds=seconds, as_json=as_json)
+
+
 @app.command("report", cls=Once)
 @answering
 def report_command(

@@ -48,14 +48,14 @@ def test_output_on_the_page(arguments: str, output: str, command: Command) -> No
     if torch.cuda.is_available() or find_spec("deep_ep") is not None:
         pytest.skip("the page was made without")
     answer = command(*shlex.split(arguments), env={"COLUMNS": "80"})
-    assert answer.status == 0
+    assert answer.status == 0, answer.error
     pattern = ".*".join(re.escape(without_numbers(part)) for part in output.split("[...]"))
     assert re.fullmatch(pattern, without_numbers(answer.out)), without_numbers(answer.out)
 
 
 def test_numbers_of_check() -> None:
     """``check`` runs few scenarios above, so its numbers are counted here."""
-    assert [arguments.split()[0] for arguments, _ in SHOWN] == ["doctor", "check", "compare"]
+    assert [arguments.split()[0] for arguments, _ in SHOWN] == ["doctor", "check", "prove", "compare"]
     arguments, output = next(shown for shown in SHOWN if shown[0].startswith("check"))
     ring = parse_backend(arguments.split()[1]).load().name
     scenarios: dict[str, set[str]] = defaultdict(set)

@@ -30,7 +30,7 @@ from tests.cli.conftest import Command
 from tests.cli.processes import hearing_interrupts, members, wait_for
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("doctor", "check", "plan", "compare", "report")
+COMMANDS = ("doctor", "check", "plan", "compare", "prove", "report")
 
 
 def start(*arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:

@@ -1,0 +1,328 @@
+"""Run a set-up on a rank or on one process, and record what it holds: start values, gradients, values after steps."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from moe_dispatch import Dispatcher, training
+from moe_dispatch.errors import ConfigError
+from moe_dispatch_testing.prove.setup import Setup
+
+STEPS = 2
+SEED = 1000
+_SPLIT_BACKWARD = ("ZeroBubble", "ZBV", "DualPipe")
+
+
+@final
+@dataclass(kw_only=True, slots=True)
+class Held:
+    """What a rank holds of a parameter or of a buffer.
+
+    Attributes:
+        shape: Shape of the tensor of which the rank holds a part; that of its own without a DTensor.
+        numbers: int64, flat. Numbers of the elements of ``shape`` that the rank holds.
+        block: Its number among the ranks that share the experts, and how many these are; None outside of a dispatcher.
+        start: Values after ``build``, flat; ``after`` has those after each step.
+        gradients: Before each step of the optimizer; None without one.
+    """
+
+    shape: tuple[int, ...]
+    numbers: Tensor
+    block: tuple[int, int] | None
+    mesh_ranks: tuple[int, ...]
+    start: Tensor
+    is_buffer: bool = False
+    trainable: bool = True
+    key: str = ""  # of the whole tensor; else it is found by name and shape
+    after: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    options: dict[str, float] = field(default_factory=dict)
+    states: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+@final
+@dataclass(kw_only=True, slots=True)
+class Record:
+    """What one rank, or one process, came to."""
+
+    rank: int
+    held: dict[str, Held]
+    numbers: list[dict[str, float]] = field(default_factory=list)
+    dropout: list[str] = field(default_factory=list)
+    refusal: str = ""  # of moe_dispatch.training, which may be the cause of a difference
+    splits_backward: str = ""  # name of a pipeline schedule
+    reshards: bool = False
+
+
+_running: Run | None = None
+
+
+def look() -> None:
+    """Take the gradients as they are now for those of this step. Outside of ``prove`` it does nothing.
+
+    Call it in a step, between clipping and the optimizer, if the optimizer is not one of ``torch.optim`` or steps on
+    tensors of its own.
+    """
+    if _running is not None:
+        _running.see_gradients()
+        _running.has_looked = True
+
+
+@final
+class Run:
+    """A built set-up, and the record of its steps."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        rank, is_one = dist.get_rank(), dist.get_world_size() == 1
+        torch.manual_seed(SEED - is_one + rank)  # ranks of a job are not seeded alike either
+        build = setup.build_one if is_one and setup.build_one is not None else setup.build
+        mesh = setup.make_mesh()
+        built = build(mesh)
+        self.built: tuple[Any, ...] = built if isinstance(built, tuple) else (built,)
+        models = self.built[0] if isinstance(self.built[0], list | nn.ModuleList) else [self.built[0]]
+        self.models = [_unwrapped(model) for model in models]
+        self.tensors: dict[str, Tensor] = {}
+        self.record = Record(rank=rank, held={})
+        self.has_looked = False
+        self._names: dict[int, str] = {}
+        for model in self.models:
+            self._add(model)
+        for model in () if is_one else models:
+            try:
+                training.Setup(mesh, one_loss=[*setup.same_batch], on_parts=["*"]).table(model)
+            except ConfigError as refusal:
+                self.record.refusal = str(refusal)
+        self.record.splits_backward = next(
+            (name for name in _schedules() if any(s in name for s in _SPLIT_BACKWARD)), ""
+        )
+
+    def _add(self, model: nn.Module) -> None:
+        places = {} if self.setup.places is None else self.setup.places(model)
+        blocks = _expert_blocks(model)
+        persistent = model.state_dict(keep_vars=True).keys()
+        buffers = {name: one for name, one in model.named_buffers() if name in persistent and one.is_floating_point()}
+        for raw, tensor in [*model.named_parameters(), *buffers.items()]:
+            name = _clean(raw)
+            name = name if self.setup.name is None else self.setup.name(name, model)
+            held = self._held(tensor, blocks.get(id(tensor)))
+            held.is_buffer = raw in buffers
+            if raw in places:
+                held.key, held.numbers = places[raw][0], places[raw][1].flatten()
+            self.tensors[name], self.record.held[name], self._names[id(tensor)] = tensor, held, name
+        for name, module in model.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and module.training:
+                self.record.dropout.append(f"{name or 'the model'} (p = {module.p})")
+            if isinstance(module, FSDPModule):
+                state = module._get_fsdp_state()._fsdp_param_group
+                self.record.reshards |= state is not None and state.post_forward_mesh_info is not None
+
+    def _held(self, tensor: Tensor, block: tuple[int, int] | None) -> Held:
+        ranks: tuple[int, ...] = ()
+        numbers = torch.arange(tensor.numel()).view(tensor.shape)
+        if isinstance(tensor, DTensor):
+            ranks = tuple(tensor.device_mesh.mesh.flatten().tolist())
+            split = distribute_tensor(numbers, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            numbers = split.to_local()
+        return Held(
+            shape=tuple(tensor.shape),
+            numbers=numbers.flatten(),
+            block=block,
+            mesh_ranks=ranks,
+            start=self._value(tensor),
+            trainable=tensor.requires_grad,
+        )
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        read = self.setup.value
+        value = read(tensor) if read is not None and isinstance(tensor, nn.Parameter) else tensor
+        return _local(value.detach()).flatten().clone()
+
+    def see_gradients(self, names: Sequence[str] | None = None) -> None:
+        """Record the gradients of all parameters, or of some."""
+        for name in self.tensors if names is None else names:
+            parameter, held = self.tensors[name], self.record.held[name]
+            if isinstance(parameter, nn.Parameter):
+                held.gradients[-1] = self._gradient(parameter)
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        read = self.setup.gradient
+        gradient = _gradient(parameter) if read is None else read(parameter)
+        if gradient is None:
+            return None
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            gradient = gradient.redistribute(placements=parameter.placements)
+        return _local(gradient.detach()).flatten().clone()
+
+    def step(self, batch: Any) -> dict[str, float]:
+        """Run a step, and return its numbers. Gradients are recorded before the optimizer takes its step."""
+        global _running  # look() has no other way to find it
+        for held in self.record.held.values():
+            held.gradients.append(None)
+            held.states.append({})
+        self.has_looked = False
+        steppers: list[torch.optim.Optimizer] = []
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            mine = [n for group in optimizer.param_groups for p in group["params"] if (n := self._names.get(id(p)))]
+            if not self.has_looked:
+                self.see_gradients(mine if steppers else None)
+            steppers.append(optimizer)
+
+        handle, _running = register_optimizer_step_pre_hook(before), self
+        try:
+            numbers = _numbers(self.setup.step(*self.built, batch))
+        finally:
+            handle.remove()
+            _running = None
+        if not steppers and not self.has_looked:
+            self.see_gradients()
+        for optimizer in steppers:
+            self._see_state(optimizer)
+        for name, held in self.record.held.items():
+            held.after.append(self._value(self.tensors[name]))
+        self.record.numbers.append(numbers)
+        return numbers
+
+    def _see_state(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            options = {key: float(value) for key, value in group.items() if isinstance(value, int | float)}
+            options |= {f"{key}[{i}]": x for key, v in group.items() if isinstance(v, tuple) for i, x in enumerate(v)}
+            for parameter in group["params"]:
+                if name := self._names.get(id(parameter)):
+                    state = optimizer.state.get(parameter, {})
+                    tensors = {
+                        key: _local(one).flatten().clone() for key, one in state.items() if isinstance(one, Tensor)
+                    }
+                    self.record.held[name].options, self.record.held[name].states[-1] = options, tensors
+
+    def trains_alike(self) -> bool:
+        """Return whether no parameter is frozen on some ranks only, which would leave ranks waiting in a reduction."""
+        mine = {name: held.trainable for name, held in self.record.held.items()}
+        everyone: list[dict[str, bool]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, mine)
+        return all(mine.get(name, trains) == trains for other in everyone for name, trains in other.items())
+
+    def load(self, values: dict[str, Tensor]) -> None:
+        """Set parameters and buffers to flat values, by name."""
+        with torch.no_grad():
+            for name, value in values.items():
+                own = _local(self.tensors[name])
+                own.copy_(value.view(own.shape))
+                self.record.held[name].start = value.clone()
+        for tensor in self.tensors.values():
+            tensor.grad = None
+
+
+def run_rank(
+    rank: int, setups: dict[str, Setup], dtype: torch.dtype, folder: Path, seconds: float
+) -> dict[str, Record]:
+    """Run set-ups on a rank, one after the other. Each gets ``seconds``; a rank that needs more says where it is."""
+    records = {}
+    for label, setup in setups.items():
+        with of_dtype(dtype, folder / f"rank-{rank}", seconds):
+            run = Run(setup)
+            for number in range(STEPS if run.trains_alike() else 0):
+                run.step(setup.batches_of(number)[setup.batch_number(rank)])
+            records[label] = run.record
+            del run
+            gc.collect()
+            dist.barrier()
+    return records
+
+
+@contextmanager
+def of_dtype(dtype: torch.dtype, path: Path, seconds: float) -> Iterator[None]:
+    """Run a block with a default dtype. If it takes too long, write down where it stands, and end this process."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with _watched(path, seconds):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _watched(path: Path, seconds: float) -> Iterator[None]:
+    """End this process if the block does not end in time, after writing down where its main thread stands."""
+    ended, thread = threading.Event(), threading.get_ident()
+
+    def watch() -> None:
+        if not ended.wait(seconds):
+            frame = sys._current_frames().get(thread)
+            path.write_text("".join(traceback.format_stack(frame)))
+            ended.wait(2.0)  # the other ranks write too
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _unwrapped(model: Any) -> nn.Module:
+    """Return the model inside of wrappers such as DistributedDataParallel, which hold it as their ``module``."""
+    while isinstance(inner := getattr(model, "module", None), nn.Module) and len([*model.children()]) == 1:
+        model = inner
+    return model  # type: ignore[no-any-return]
+
+
+def _clean(name: str) -> str:
+    wrappers = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+    return ".".join(part for part in name.split(".") if part not in wrappers)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
+    gradient = parameter.grad
+    return getattr(parameter, "main_grad", None) if gradient is None else gradient
+
+
+def _expert_blocks(model: nn.Module) -> dict[int, tuple[int, int]]:
+    """Return, by the id of each parameter below a dispatcher, the rank in its group and the size of the group."""
+    blocks = dict[int, tuple[int, int]]()
+    for module in model.modules():
+        if isinstance(module, Dispatcher):
+            ranks = module._channel.communicator
+            blocks |= {id(parameter): (ranks.rank, ranks.size) for parameter in module.parameters()}
+    return blocks
+
+
+def _schedules() -> list[str]:
+    return [type(one).__name__ for one in gc.get_objects() if issubclass(type(one), _PipelineSchedule)]
+
+
+def _numbers(returned: Any) -> dict[str, float]:
+    if returned is None:
+        return {}
+    if isinstance(returned, dict):
+        named = returned
+    else:
+        values = returned if isinstance(returned, tuple) else (returned,)
+        named = dict(zip(("loss", "norm"), values, strict=False))
+    whole = {key: one.full_tensor() if isinstance(one, DTensor) else one for key, one in named.items()}
+    return {
+        key: float(one.detach() if isinstance(one, Tensor) else one) for key, one in whole.items() if one is not None
+    }
