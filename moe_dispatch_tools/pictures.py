@@ -20,6 +20,7 @@ from torch import Tensor
 # Pictures have a white background. Colour-blind readers can distinguish the colours.
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # keep text as text
+    "text.parse_math": False,  # a name may contain dollar signs
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.spines.top": False,

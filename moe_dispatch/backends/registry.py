@@ -5,10 +5,11 @@ No backend is imported before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint
 from typing import Any, Literal
 
+from moe_dispatch._extension_points import declared, derives, load_declared
 from moe_dispatch._options import name_in, spelled_out
 from moe_dispatch._probing import Rejected, Usable, has_code
 from moe_dispatch.backends.base import PROTOCOL, BackendOptions
@@ -19,6 +20,7 @@ AUTO = "auto"
 # For editors, which offer these names; names of other backends are as good.
 BackendName = Literal["auto", "local", "allgather", "alltoall", "deepep", "hybridep", "nccl_ep"]
 
+_KIND = "a subclass of moe_dispatch.backends.BackendOptions with all of its methods"
 _PATHS = {
     "local": "moe_dispatch.backends.local:LocalOptions",
     "allgather": "moe_dispatch.backends.allgather:AllGatherOptions",
@@ -67,12 +69,22 @@ def choose_backend(ep_size: int) -> BackendOptions:
 
 def probe_backend(name: str) -> Usable | Rejected:
     """Return whether a known backend can run here with its default options. Never raises."""
+    return _probed(lambda: load_backend(name)().probe())
+
+
+def probed(options: BackendOptions) -> Usable | Rejected:
+    """Return whether a backend can run here with these options. Never raises."""
+    return _probed(options.probe)
+
+
+def _probed(probe: Callable[[], Usable | Rejected]) -> Usable | Rejected:
     try:
-        return load_backend(name)().probe()
+        found: object = probe()
     except MoEDispatchError as error:
         return Rejected(str(error).rstrip("."))
-    except Exception as error:  # the contract forbids it, but the probe of another package may raise
+    except (Exception, SystemExit) as error:  # the contract forbids it, but the probe of another package may raise
         return Rejected(f"its probe raised {type(error).__name__}: {error}".rstrip("."))
+    return found if isinstance(found, Usable | Rejected) else Rejected(f"its probe returned {found!r}")
 
 
 def register_backend(cls: type[BackendOptions]) -> type[BackendOptions]:
@@ -118,15 +130,16 @@ def load_backend(name: str) -> type[BackendOptions]:
             f"Unknown backend {shown(name)}. Known backends: {', '.join(known_names)}."
             f"{did_you_mean(name, known_names)} [MD01]"
         )
-    try:
-        return _LOADED.setdefault(name, _checked(name, source.load()))
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:  # the import of another package may raise anything
-        raise BackendUnavailableError(
-            f"Backend {name!r} cannot be used here: its import raised {type(error).__name__}: {error}. "
-            f"Repair its package, or choose one of: {', '.join(sorted({*_installed()} - {name}))}. [MD02]"
-        ) from error
+    found = load_declared(
+        source,
+        "Backend",
+        must_be=_KIND,
+        fits=lambda cls: derives(cls, BackendOptions),
+        others=sorted({*_installed()} - {name}),
+        failure=BackendUnavailableError,
+        code=" [MD02]",
+    )
+    return _LOADED.setdefault(name, _checked(name, found))
 
 
 def _installed() -> list[str]:
@@ -135,12 +148,12 @@ def _installed() -> list[str]:
 
 
 def _third_party() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in _BUILT_IN}
+    return declared(ENTRY_POINT_GROUP, built_in=_BUILT_IN)
 
 
-def _checked(name: str | None, cls: object) -> type[BackendOptions]:
-    if not (isinstance(cls, type) and issubclass(cls, BackendOptions)):
-        raise ConfigError(f"Backend {name!r} must be a subclass of moe_dispatch.backends.BackendOptions, got {cls!r}.")
+def _checked(name: str | None, cls: Any) -> type[BackendOptions]:
+    if not derives(cls, BackendOptions):
+        raise ConfigError(f"Backend {name!r} must be {_KIND}, got {cls!r}.")
     if cls.protocol != PROTOCOL:
         raise ConfigError(
             f"Backend {name!r} speaks protocol {cls.protocol}, this moe-dispatch speaks {PROTOCOL}. "
@@ -151,4 +164,5 @@ def _checked(name: str | None, cls: object) -> type[BackendOptions]:
             f"Backend {name!r}: the options class must have this name, got {getattr(cls, 'name', None)!r}. "
             f'Set name = "..." in {cls.__qualname__} to the name that configs use.'
         )
-    return cls
+    kind: type[BackendOptions] = cls
+    return kind

@@ -16,7 +16,7 @@ from moe_dispatch._options import Count
 from moe_dispatch._slots import MANUAL, Placement, SlotOptions, Slots
 from moe_dispatch.balance.exact import EXACT, exact_rows
 from moe_dispatch.balance.placement import ExpertPlacement
-from moe_dispatch.balance.planners import check_planner, eplb, least_loaded, load_entry_point
+from moe_dispatch.balance.planners import eplb, least_loaded, load_entry_point
 from moe_dispatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -221,12 +221,5 @@ def options_of(name: str) -> type[SlotOptions]:
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]
-    check_planner(name)
-    found = load_entry_point(name)
-    if not isinstance(found, type):
-        return PlannerOptions
-    if not issubclass(found, PlannerOptions):
-        raise ConfigError(
-            f"Planner {name!r} must be a function or a subclass of moe_dispatch.balance.PlannerOptions, got {found!r}."
-        )
-    return found
+    found: type[SlotOptions] | object = load_entry_point(name)
+    return found if isinstance(found, type) else PlannerOptions

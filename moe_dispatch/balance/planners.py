@@ -16,12 +16,13 @@ import bisect
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 from torch import Tensor
 
+from moe_dispatch._extension_points import declared, derives, load_declared, takes
 from moe_dispatch._slots import MANUAL
 from moe_dispatch.balance.exact import exact
 from moe_dispatch.balance.placement import EMPTY, ExpertPlacement
@@ -414,19 +415,22 @@ def load_entry_point(name: str) -> Any:
     """Return what was declared as a planner: a function, or a class of options whose objects are called as one.
 
     Raises:
-        ConfigError: The name is unknown, or the package of the planner fails to import.
+        ConfigError: The name is unknown, the package of the planner fails to import, or its object is no planner.
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     check_planner(name)
-    point = _declared_planners()[name]
-    try:
-        return point.load()
-    except (Exception, SystemExit) as error:  # the import of another package may raise anything
-        raise ConfigError(
-            f"Planner {name!r} cannot be used here: its import raised {type(error).__name__}: {error}. "
-            f"Repair its package, or choose one of: {', '.join(sorted(_BUILT_IN))}."
-        ) from error
+    from moe_dispatch.balance.options import PlannerOptions  # noqa: PLC0415 - it imports this module
+
+    return load_declared(
+        _declared_planners()[name],
+        "Planner",
+        must_be="a function of (counts, home, *, ranks_per_node) or a subclass of moe_dispatch.balance.PlannerOptions",
+        fits=lambda found: (
+            derives(found, PlannerOptions) if isinstance(found, type) else takes(found, None, None, ranks_per_node=1)
+        ),
+        others=sorted(_BUILT_IN),
+    )
 
 
 def load_planner(name: str) -> Planner:
@@ -459,7 +463,7 @@ def run_planner(
         found: Any = function(counts, home, ranks_per_node=ranks_per_node)
     except ConfigError:
         raise
-    except Exception as error:  # a planner of another package may raise anything
+    except (Exception, SystemExit) as error:  # a planner of another package may raise anything
         raise ConfigError(
             f"Planner {name!r} must return a placement, but it raised {type(error).__name__}: {error}. "
             "Correct the planner."
@@ -480,4 +484,4 @@ def run_planner(
 
 
 def _declared_planners() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in _BUILT_IN}
+    return declared(ENTRY_POINT_GROUP, built_in=_BUILT_IN)

@@ -6,7 +6,7 @@ import torch
 
 from moe_dispatch._probing import Rejected
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape, listed_sizes
-from moe_dispatch.backends.registry import known_backends, probe_backend
+from moe_dispatch.backends.registry import known_backends, probe_backend, probed
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError
 from moe_dispatch.types import Capacity
@@ -20,7 +20,7 @@ def check_usable(options: BackendOptions) -> None:
     Raises:
         BackendUnavailableError: The probe of the backend failed. The error has the reason.
     """
-    verdict = options.probe()
+    verdict = probed(options)
     if isinstance(verdict, Rejected):
         usable = [other for other in known_backends() if not isinstance(probe_backend(other), Rejected)]
         raise BackendUnavailableError(

@@ -59,7 +59,8 @@ def use_moe_dispatch(
     """Make the MoE layers of AutoEP send their rows through dispatchers of this library. Collective.
 
     Call it on every rank after ``deepspeed.initialize``. Parameters, optimizer, router, experts and checkpoints of
-    DeepSpeed stay as they are. A second call replaces the dispatchers of the first one.
+    DeepSpeed stay as they are. A second call replaces the dispatchers of the first one; if it raises, those stay.
+    With ``nccl_ep`` and another config, close those before it, because it has one group in a process.
 
     Args:
         engine: Engine that ``deepspeed.initialize`` returned, or a part of its model.
@@ -98,13 +99,20 @@ def use_moe_dispatch(
             **options,
         )
         _check_layer(name, layer, configs[name])
-    for layer in layers.values():  # of an earlier call, whose backend may allow no second one
-        if isinstance(before := vars(layer).get(_ROUTE), functools.partial):
-            before.args[1].close()
-    dispatchers = {name: build_dispatcher(configs[name], layer.ep_group, name=name) for name, layer in layers.items()}
+    dispatchers: dict[str, Dispatcher] = {}
+    try:
+        for name, layer in layers.items():
+            dispatchers[name] = build_dispatcher(configs[name], layer.ep_group, name=name)
+    except Exception:  # on all ranks alike; the layers keep the dispatchers of an earlier call
+        for dispatcher in dispatchers.values():
+            dispatcher.close()
+        raise
     for name, layer in layers.items():
+        before = vars(layer).get(_ROUTE)
         setattr(layer, _ROUTE, functools.partial(_route, layer, dispatchers[name]))
         layer.comm_backend = DEEPEP_BACKEND  # with which the layer calls _ROUTE
+        if isinstance(before, functools.partial):  # of an earlier call
+            before.args[1].close()
     return dispatchers
 
 

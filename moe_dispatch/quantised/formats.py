@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from moe_dispatch._extension_points import declared, derives, load_declared, takes
 from moe_dispatch.backends.wire import WireFormat
 from moe_dispatch.errors import ConfigError, did_you_mean
 from moe_dispatch.permutation import accumulation_dtype
@@ -283,7 +284,7 @@ def load_format(name: str) -> type[WireFormat]:
     """Return a format by its name.
 
     Raises:
-        ConfigError: The name is unknown, or the package of the format fails to import.
+        ConfigError: The name is unknown, the package of the format fails to import, or its object is no format.
     """
     if name in FORMATS:
         return FORMATS[name]
@@ -291,15 +292,15 @@ def load_format(name: str) -> type[WireFormat]:
     if point is None:
         known = ["bfloat16", *known_formats()]
         raise ConfigError(f"Unknown wire {name!r}.{did_you_mean(name, known)} Known ones: None, {', '.join(known)}.")
-    try:
-        found: type[WireFormat] = point.load()
-    except (Exception, SystemExit) as error:  # the import of another package may raise anything
-        raise ConfigError(
-            f"Wire format {name!r} cannot be used here: its import raised {type(error).__name__}: {error}. Repair its "
-            f"package, or choose one of: {', '.join(FORMATS)}."
-        ) from error
+    found: type[WireFormat] = load_declared(
+        point,
+        "Wire format",
+        must_be="a subclass of moe_dispatch.backends.wire.WireFormat with encode and decode",
+        fits=lambda cls: derives(cls, WireFormat) and takes(cls, torch.float32, 128),
+        others=list(FORMATS),
+    )
     return found
 
 
 def _declared_formats() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in FORMATS}
+    return declared(ENTRY_POINT_GROUP, built_in=FORMATS)

@@ -19,6 +19,7 @@ from torch import Tensor
 from moe_dispatch._probing import Usable
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.capacity import CapacityFactor, balanced_rows, capacity_of
+from moe_dispatch.backends.registry import known_backends, probed
 from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_max_rows, shape_of
@@ -201,7 +202,10 @@ def _backend_plans(
     try:
         cls = named.load()
         spec, options = named.spec(), cls.model_validate(named.options)
-    except BackendUnavailableError as error:  # the package of a third party
+    except (BackendUnavailableError, ConfigError) as error:
+        # One that is installed is listed with the reason, whatever its package has done. A typing error is the user's.
+        if isinstance(error, ConfigError) and (named.options or named.where not in known_backends()):
+            raise
         yield plan | {"refused": str(error)}
         return
     found = counted(getattr(options, "ranks_per_node", None) or per_node)
@@ -210,7 +214,7 @@ def _backend_plans(
     except ConfigError as error:  # an option that does not fit the config
         yield plan | {"refused": str(error)}
         return
-    verdict = options.probe()
+    verdict = probed(options)
     if isinstance(verdict, Usable):
         yield plan | {"rules": verdict.version} | _numbers(options, config, found, layers)
         return

@@ -301,6 +301,11 @@ def _read(path: Path) -> tuple[_Header, list[_Totals]]:
         raise TraceError(f"RunLog.load: {path} must have format {FORMAT}, {told}")
     header = _parsed(_Header, path, 1, first)
     steps = [_parsed(_Step, path, number, line) for number, line in enumerate(lines[:-1], 2)]  # the last is incomplete
+    if wrong := [(number, step.step) for number, step in enumerate(steps) if step.step != number]:
+        raise TraceError(
+            f"RunLog.load: {path}, line {wrong[0][0] + 2} must be of step {wrong[0][0]}, got step {wrong[0][1]}. Copy "
+            "the file again."
+        )
     return header, [header.totals, *(step.totals for step in steps)]
 
 
@@ -331,7 +336,7 @@ def _run_log(directory: Path, header: _Header, files: Sequence[list[_Totals]]) -
     config = config_from(header.config, header.versions, where=f"RunLog.load: the config of {directory}")
     names = dict.fromkeys(name for rank in ranks for total in rank[-1:] for name in total.layers)
     lengths = {len(each) for rank in ranks for total in rank for each in (total.tokens, *total.layers.values())}
-    if not lengths <= {config.num_experts, config.num_experts // len(ranks)}:
+    if config.num_experts % len(ranks) or not lengths <= {config.num_experts, config.num_experts // len(ranks)}:
         raise TraceError(
             f"RunLog.load: {directory} must have counts of {config.num_experts} experts, or of those of a rank, got "
             f"{', '.join(map(str, sorted(lengths)))}. Copy the files again."
@@ -357,7 +362,7 @@ def _run_log(directory: Path, header: _Header, files: Sequence[list[_Totals]]) -
     sent = {label: each_step(lambda total: total.sent.get(label, 0)) for label in labels}  # noqa: B023 - called at once
     room_SP, pairs_room_SP = (so_far(lambda total: total.room, index) for index in (0, 1))
     causes: tuple[Literal["rank", "expert", "cut", "masked"], ...] = ("rank", "expert", "cut", "masked")
-    return RunLog(
+    log = RunLog(
         config=config,
         backend_name=header.backend,
         name=header.name,
@@ -378,3 +383,11 @@ def _run_log(directory: Path, header: _Header, files: Sequence[list[_Totals]]) -
         slots_replayed={name: each_step(lambda total: total.replayed.get(name, 0)) for name in layers},  # noqa: B023
         slots_drifted={name: each_step(lambda total: total.drifted.get(name, 0)) for name in layers},  # noqa: B023
     )
+    by_name = (log.layer_tokens, log.layer_received, log.rows, log.sent, log.slots_replayed, log.slots_drifted)
+    counts = [log.dispatches_SP, log.tokens_SE, log.received_SP, *(of for each in by_name for of in each.values())]
+    if any((count < 0).any() for count in counts):
+        raise TraceError(
+            f"RunLog.load: {directory} must have counts that grow from step to step, got a smaller one after a larger "
+            "one. Copy the files again."
+        )
+    return log

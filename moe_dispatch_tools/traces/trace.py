@@ -6,6 +6,7 @@ Dimensions: ``T`` rows of a rank in the model, ``K`` top_k, ``E`` experts of the
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from moe_dispatch.backends.base import Constraints
 from moe_dispatch.communication import raise_alike
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel
-from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, PeerError, StateError, TraceError
+from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, PeerError, StateError, TraceError, shown
 from moe_dispatch.layouts import Layout
 from moe_dispatch.layouts.encoding import decode, encode
 from moe_dispatch.permutation import merge_slots
@@ -211,7 +212,7 @@ class Trace:
             parts = [_parts({name: tensors[f"rank{rank}.{name}"] for name in _COLUMNS}) for rank in ranks]
             known = {item.name for item in fields(Constraints)}
             needs: dict[str, Any] = {name: value for name, value in told.needs.items() if name in known}
-            return Trace(
+            trace = Trace(
                 config=config_from(told.config, told.versions, where=f"Trace.load: the config of {path}"),
                 backend_name=told.backend,
                 ep_size=told.ep_size,
@@ -226,6 +227,9 @@ class Trace:
                 ),
                 versions=told.versions,
             )
+            if (fault := _fault(trace, parts)) is not None:
+                raise TraceError(_BROKEN.format(path=path, fault=fault))
+            return trace
         except TraceError:
             raise
         except ValidationError as error:
@@ -308,6 +312,41 @@ class Trace:
                 f"Trace.check: max_tokens_per_rank must be at least {self.max_rows}, the rows of the trace, got "
                 f"{config.max_tokens_per_rank}. Raise it."
             )
+
+
+def _fault(trace: Trace, parts: Sequence[Mapping[tuple[int, int], Part]]) -> str | None:
+    """Return what a reader of a trace could not use, or None.
+
+    Args:
+        trace: The trace.
+        parts: The parts of each of its ranks, by dispatcher and step.
+    """
+    config, size = trace.config, trace.ep_size
+    if config.num_experts % size:
+        return f"num_experts ({config.num_experts}) that ep_size ({size}) does not divide"
+    if trace.ranks_per_node is not None and size % trace.ranks_per_node:
+        return f"ranks_per_node ({trace.ranks_per_node}) that does not divide ep_size ({size})"
+    if not {*trace.ranks} <= {*range(size)}:
+        return f"rank {max(trace.ranks, key=abs)} of {size} ranks"
+    for name, value in asdict(trace.needs).items():
+        if name.endswith("_multiple") and not value:
+            return f"needs.{name} of 0"
+    for of_rank in parts:
+        steps = Counter(layer for layer, _ in of_rank)
+        if {*of_rank} != {(layer, step) for layer, number in steps.items() for step in range(number)}:
+            return "dispatches of a layer that are not numbered 0, 1, 2 and so on"
+    if (found := {call.layer for call in trace.calls}) != {*range(len(trace.layers))}:
+        return f"dispatches of {sorted(found)} for the layers {shown([*trace.layers])}"
+    for (layer, step), part in ((at, part) for of_rank in parts for at, part in of_rank.items()):
+        *places, hidden = part.shape or (0,)
+        ids, weights = (tuple(of.shape) for of in (part.routing.topk_ids, part.routing.topk_weights))
+        if ids != (math.prod(places), config.top_k) or weights != ids or hidden != config.hidden_size:
+            return (
+                f"ids {ids} and weights {weights} for x {tuple(part.shape)} in step {step} of dispatcher {layer}, with "
+                f"top_k {config.top_k} and hidden_size {config.hidden_size}"
+            )
+        part.layout.check(part.num_rows, values=True)  # raises if it does not describe these rows
+    return None
 
 
 def first_fault(error: ValidationError) -> str:
@@ -455,6 +494,8 @@ def _metadata(channel: Channel, notes: Sequence[Note]) -> dict[str, str]:
 def _parts(columns: dict[str, Tensor]) -> dict[tuple[int, int], Part]:
     """Return the parts of one rank by dispatcher and step."""
     rows = [_Row(*values) for values in columns["calls"].tolist()]
+    if any(min(row) < 0 for row in rows):
+        raise ValueError(f"a negative number in {next(row for row in rows if min(row) < 0)}")
     lengths = [row.rows for row in rows]
     ids, weights = columns["ids"].long().split(lengths), columns["weights"].split(lengths)
     shapes = columns["shapes"].split([row.dims for row in rows])

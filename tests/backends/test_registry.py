@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_dispatch import DispatcherConfig
+from moe_dispatch import DispatcherConfig, _extension_points
 from moe_dispatch.backends import (
     Backend,
     BackendContext,
@@ -69,7 +69,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
             assert group == "moe_dispatch.backends"
             return points
 
-        monkeypatch.setattr(registry, "entry_points", listed)
+        monkeypatch.setattr(_extension_points, "entry_points", listed)
 
     monkeypatch.setattr(registry, "_LOADED", {})  # later tests must not find what was loaded under these names
     entry_points()
@@ -100,7 +100,11 @@ ENTRY_POINTS: list[tuple[str, type[Exception], str]] = [
     (f"{__name__}:Missing", BackendUnavailableError, "its import raised AttributeError"),
     (f"{__name__}:EndsTheProgram", BackendUnavailableError, "its import raised SystemExit: 2"),
     (f"{__name__}:OfTheFuture", ConfigError, r"Backend 'other' speaks protocol 2, this moe-dispatch speaks 1. Install"),
-    (f"{__name__}:NoBackend", ConfigError, r"'other' must be a subclass of moe_dispatch.backends.BackendOptions, got"),
+    (
+        f"{__name__}:NoBackend",
+        ConfigError,
+        r"'other' must be a subclass of moe_dispatch.backends.BackendOptions with all of its methods, got",
+    ),
 ]
 
 
@@ -120,7 +124,7 @@ def test_entry_points_that_cannot_be_used(value: str, kind: type[Exception], tex
         (_class("Local", "local"), "the name 'local' is taken"),
         (OfTheFuture, "'ours' speaks protocol 2"),
         (Backend, r"must be a subclass of moe_dispatch\.backends\.BackendOptions"),
-        (BackendOptions, "the options class must have this name, got None"),
+        (BackendOptions, "must be a subclass of .* with all of its methods, got"),
     ],
 )
 def test_what_cannot_be_registered(refused: Any, text: str) -> None:

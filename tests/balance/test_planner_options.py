@@ -58,5 +58,7 @@ class _NoOptions:
 
 def test_a_planner_that_is_another_class_is_refused(install_planner: Callable[[str], None]) -> None:
     install_planner(f"{__name__}:_NoOptions")
-    with pytest.raises(ConfigError, match=r"Planner 'other' must be a function or a subclass of .*PlannerOptions, got"):
+    with pytest.raises(
+        ConfigError, match=r"Planner 'other' must be a function of .* or a subclass of .*PlannerOptions, got"
+    ):
         DispatcherConfig(**SIZES, balance="other")

@@ -271,7 +271,7 @@ def of_another_version(_: Any, metadata: dict[str, str]) -> None:
         (lambda tensors, _: set_item(tensors, "rank0.ids", tensors["rank0.ids"][:-1].clone()), "RuntimeError"),
         (lambda tensors, _: tensors["rank0.layouts"].fill_(77), "JSONDecodeError"),
         (lambda tensors, _: set_item(tensors, "rank0.calls", torch.zeros(2, 5, dtype=torch.int64)), "TypeError"),
-        (lambda tensors, _: tensors["rank0.calls"].fill_(-1), "RuntimeError"),
+        (lambda tensors, _: tensors["rank0.calls"].fill_(-1), "ValueError: a negative number"),
         (lambda tensors, _: set_item(tensors, "rankx.ids", tensors.pop("rank0.ids")), "ValueError"),
     ],
 )

@@ -17,7 +17,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,7 @@ from typing import Any, final
 
 import torch
 
+from moe_dispatch._extension_points import declared, load_declared, takes
 from moe_dispatch._probing import Rejected, Usable, import_whole
 from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, MoEShape
 from moe_dispatch.backends.deep_ep.buffers import LibraryBackend
@@ -88,12 +89,17 @@ def find_library(release: str | None) -> Library | Rejected:
 
 @cache
 def _emulated(release: str) -> Library | Rejected:
-    found = next(iter(entry_points(group=EMULATIONS, name=PACKAGE)), None)
+    found = declared(EMULATIONS).get(PACKAGE)
     if found is None:
         return Rejected(
             f"no package has an entry point {PACKAGE!r} in the group {EMULATIONS!r}; install moe-dispatch anew"
         )
-    return Library(module=found.load()(release), version=release, emulated=True, is_rocm=release.startswith("rocm-"))
+    must_be = "a function of a release that returns a module"
+    try:
+        make = load_declared(found, "Emulation", must_be=must_be, fits=lambda each: takes(each, release), others=())
+    except ConfigError as error:
+        return Rejected(str(error).rstrip("."))
+    return Library(module=make(release), version=release, emulated=True, is_rocm=release.startswith("rocm-"))
 
 
 def _installed() -> Library | Rejected:

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
-from tests.integration.deepspeed.engines import Case, engine_of
+from tests.integration.deepspeed.engines import Case, engine_of, take_steps
 
 PLAIN = Case(backend=None)
 
@@ -95,8 +95,40 @@ def refused(rank: int) -> dict[str, str]:
     attempt("ZeRO 3, balance", partitioned, balance="exact")
     attempt("ZeRO 3, chunks", partitioned, chunks=4)
     assert layer.comm_backend == "comm", "a refusal must leave the layer as it was"
+    texts["a second call"], texts["kept"] = _second_call_that_fails()
     texts["import"] = _import_of_another_version()
     return texts
+
+
+def _second_call_that_fails() -> tuple[str, str]:
+    """What a second call raises whose last layer cannot be built, and how the first call's dispatchers stand then."""
+    import moe_dispatch.integrations.deepspeed as ours
+    from moe_dispatch import Dispatcher
+    from moe_dispatch.errors import ConfigError
+
+    engine = engine_of(Case())
+    built: list[Dispatcher] = []
+    kept = [vars(layer.mlp)["_deepep_route"].args[1] for layer in engine.module.model.layers]
+
+    def build(*args: Any, **options: Any) -> Any:
+        if len(built) == len(kept) - 1:
+            raise ConfigError("planted")
+        built.append(Dispatcher(*args, **options))
+        return built[-1]
+
+    with mock.patch.object(ours, "build_dispatcher", build):
+        try:
+            ours.use_moe_dispatch(engine, backend="allgather")
+        except ConfigError as error:
+            told = str(error)
+    take_steps(Case(), engine, range(1))
+    counts = [dispatcher.metrics().dispatches for dispatcher in kept]
+    closed = [", closed" in repr(dispatcher) for dispatcher in built]
+    again = ours.use_moe_dispatch(engine, backend="allgather")
+    take_steps(Case(), engine, range(1))
+    assert all(", closed" in repr(dispatcher) for dispatcher in kept)
+    assert all(dispatcher.metrics().dispatches for dispatcher in again.values())
+    return told, f"{min(counts) > 0} {closed}"
 
 
 def _import_of_another_version() -> str:

@@ -181,6 +181,12 @@ def test_what_cannot_work_is_refused(name: str, said: str) -> None:
             raise AssertionError(texts[name])
 
 
+def test_a_second_call_that_fails_leaves_the_layers_of_the_first() -> None:
+    for texts in require(on_two()["refused"]):
+        assert texts["a second call"] == "planted"
+        assert texts["kept"] == f"True {[True] * (LAYERS - 1)}"  # in use, and what the second call has built is closed
+
+
 def test_adapters_on_experts_are_refused_by_deepspeed_and_so_are_zero_1_and_2_without_trained_experts() -> None:
     for texts in require(on_two()["refused by DeepSpeed"]):
         assert texts["experts"].startswith("AutoEP: no MoE layers detected")
