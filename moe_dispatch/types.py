@@ -81,6 +81,8 @@ class Sizes:
             they agreed on the sizes of one dispatch (``Constraints.counts_with_sizes``); else None.
         columns: What travels with the rows of one dispatch, if ``Constraints.carries`` is "packets"; else None.
         keeps_route: Whether repetitions of the dispatch take its route, instead of a dispatch of their own.
+        mark: Mark of one dispatch, as ``Backend.start`` has it, if the backend must read counts for want of
+            ``tokens_per_expert``, so that it can read the marks of all ranks with them; else None.
     """
 
     padded_rows: int | None = None
@@ -89,6 +91,7 @@ class Sizes:
     tokens_per_expert: tuple[int, ...] | None = None
     columns: CarriedColumns | None = None
     keeps_route: bool = False
+    mark: int | None = None
 
 
 @final

@@ -8,7 +8,7 @@ conformance kit runs ``run_each_manner``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
@@ -17,6 +17,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch.backends import Constraints, parse_backend
 from moe_dispatch.config import DispatcherConfig
@@ -46,6 +47,8 @@ class Manner:
         autocast: Whether its experts run under autocast to bfloat16.
         retain_graph: Whether its backward keeps the graph.
         recorded: Whether it records gradients at all.
+        carries: Name of what travels with its rows; None for nothing.
+        keeps_routes: Whether it recomputes the layer on the routes of its forward.
     """
 
     tokens: int = 6
@@ -56,6 +59,8 @@ class Manner:
     autocast: bool = False
     retain_graph: bool = False
     recorded: bool = True
+    carries: str | None = None
+    keeps_routes: bool = False
 
 
 MANNERS: dict[str, Manner] = {
@@ -75,6 +80,9 @@ MANNERS: dict[str, Manner] = {
     "autocast": Manner(autocast=True),
     "retain_graph": Manner(retain_graph=True),
     "no_grad": Manner(recorded=False),
+    "carries": Manner(carries="start"),
+    "carries another": Manner(carries="other"),
+    "keeps routes": Manner(keeps_routes=True),
 }
 """Manners by name. All pairs give the gradients of the dense layer, but for those that ``refusal`` names."""
 
@@ -100,8 +108,10 @@ def pairs(shift: int | None = None) -> Iterator[tuple[str, str]]:
 
 def refusal(config: DispatcherConfig, first: Manner, second: Manner) -> str | None:
     """Return a part of the error that both ranks must raise; None if they come to the gradients of the dense layer."""
-    if first.recorded != second.recorded:
-        return "grad mode"
+    if (recorded := _recorded_apart(first, second)) or first.carries != second.carries:
+        if config.graph_safe:
+            return "ranks must make the same calls in the same order"
+        return f"Ranks disagree on {'grad mode' if recorded else 'carry'}"
     return "parameter 0 of SlotWeights" if _frozen_apart(config, first, second) else None
 
 
@@ -109,19 +119,31 @@ def _frozen_apart(config: DispatcherConfig, first: Manner, second: Manner) -> bo
     return config.balance is not None and ("experts" in first.frozen) != ("experts" in second.frozen)
 
 
+def _recorded_apart(first: Manner, second: Manner) -> bool:
+    return first.recorded != second.recorded or (first.recorded and first.keeps_routes != second.keeps_routes)
+
+
 def is_run(config: DispatcherConfig, first: Manner, second: Manner) -> bool:
     """Return whether a pair has one outcome on all ranks.
 
-    A rank that records no gradients is seen by its peers only if the call exchanges something before rows travel. Else
-    the backward of the peers waits for it, until the watchdog names it. In graph-safe mode with balance, it waits for a
-    rank with frozen experts, too. With balance, the experts of one rank may run as copies on the other, so the dense
-    layer does not know whose outputs are detached.
+    A rank that records no gradients, or carries something else, is seen by its peers only if the call exchanges
+    something before rows travel, or in ``check`` of graph-safe mode. There the rows of all ranks must have the same
+    number of bytes, or the transport fails. In graph-safe mode with balance, the backward waits for a rank with frozen
+    experts. With balance, the experts of one rank may run as copies on the other, so the dense layer does not know
+    whose outputs are detached; and weights travel too, which no rank expects that records no gradients.
     """
+    needs, balanced = _needs(config.backend), config.balance is not None
+    if needs.carries == "no" and (first.carries or second.carries):
+        return False
+    if balanced and (first.keeps_routes or second.keeps_routes):
+        return False
     if config.graph_safe and _frozen_apart(config, first, second):
         return False
-    if first.recorded != second.recorded:
-        needs = _needs(config.backend)
-        return not config.graph_safe and (needs.exchanges_counts or needs.equal_rows)
+    if _recorded_apart(first, second) or first.carries != second.carries:
+        if config.graph_safe:
+            same_bytes = (first.carries is None) == (second.carries is None)
+            return same_bytes and not (balanced and first.recorded != second.recorded)
+        return needs.exchanges_counts or needs.equal_rows
     return not (config.balance is not None and (first.detached or second.detached))
 
 
@@ -213,7 +235,11 @@ def _layer(
     x = batch.x_TD.to(dtype).requires_grad_("x" not in manner.frozen)
     weights = batch.weights_TK.float().requires_grad_("weights" not in manner.frozen)
 
+    carry = None if manner.carries is None else {manner.carries: _starts(x.detach())}
+
     def run(sent: Dispatched, *stacked: Tensor) -> Tensor:
+        if carry is not None and dispatcher.config.balance is None:
+            _expect_carried(sent)
         with torch.autocast("cpu", torch.bfloat16, enabled=manner.autocast):
             outputs = _apply(sent, *stacked)
         outputs = outputs.detach() if manner.detached else outputs
@@ -224,8 +250,8 @@ def _layer(
         if config.chunks is not None:
             from moe_dispatch.dispatchers import run_in_chunks  # noqa: PLC0415 - the kit works without it
 
-            return run_in_chunks(dispatcher, lambda sent: run(sent, *own), x, routing)
-        sent = dispatcher.dispatch(x, routing)
+            return run_in_chunks(dispatcher, lambda sent: run(sent, *own), x, routing, carry=carry)
+        sent = dispatcher.dispatch(x, routing, carry=carry)
         if config.balance is None:
             return dispatcher.combine(run(sent, *own), sent)
         from moe_dispatch.dispatchers import SlotWeights  # noqa: PLC0415 - the kit works without it
@@ -237,11 +263,35 @@ def _layer(
     if manner.hooks:
         copies = torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda tensor: tensor)
     with torch.set_grad_enabled(manner.recorded), copies:
-        y = call()
+        y = _recomputed(call) if manner.keeps_routes else call()
+    if dispatcher.config.graph_safe:  # before the backward, in which the bytes of one rank may be others
+        dispatcher.check()
     expect_equal("dtype of y", y.dtype, dtype)
     if manner.recorded:
         y.backward(batch.upstream_TD.to(dtype), retain_graph=manner.retain_graph)
     return [y.detach(), x.grad, weights.grad, *(each.grad for each in own)]
+
+
+def _recomputed(call: Callable[[], Tensor]) -> Tensor:
+    from moe_dispatch.recompute import keep_routes  # noqa: PLC0415 - the kit works without it
+
+    y: Tensor = checkpoint(call, use_reentrant=False, context_fn=keep_routes)
+    return y
+
+
+def _starts(rows: Tensor) -> Tensor:
+    """Return the bits of the first number of each row, int32, as bfloat16 has it after any way."""
+    return rows[:, 0].bfloat16().contiguous().view(torch.int16).int()
+
+
+def _expect_carried(sent: Dispatched) -> None:
+    """Each row carries its own first number, and -1 on padding."""
+    assert sent.carried is not None
+    (carried,) = sent.carried.values()
+    counts = zip(sent.real_tokens_per_expert.tolist(), sent.tokens_per_expert.tolist(), strict=True)
+    is_real = torch.cat([torch.arange(padded) < real for real, padded in counts])
+    expected = torch.where(is_real, _starts(sent.rows.detach()[: len(is_real)]), -1)
+    expect_equal("what rows carry", carried[: len(is_real)].tolist(), expected.tolist())
 
 
 def _parameters(scenario: Scenario) -> tuple[Tensor, Tensor]:

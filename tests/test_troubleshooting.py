@@ -81,6 +81,19 @@ def _use_a_closed_dispatcher() -> None:
     dispatcher.plan(Rows())
 
 
+def _run_backwards_in_another_order() -> None:
+    def body(group: Any) -> None:
+        dispatcher = build_dispatcher(_config(graph_safe=True, max_tokens_per_rank=4), group)
+        routing = Routing(torch.tensor([[0, 7]]), torch.ones(1, 2))
+        calls = [dispatcher.dispatch(torch.ones(1, 16), routing) for _ in range(2)]
+        results = [dispatcher.combine(sent.rows, sent) for sent in calls]
+        for result in results if group.rank() else reversed(results):
+            result.sum().backward()
+        dispatcher.check()
+
+    run_ranks(body, 2)
+
+
 def _build_emulated(**fields: Any) -> None:
     deepep = {"name": "deepep", "emulate": "v1.2.1"}
     run_ranks(lambda group: build_dispatcher(_config(backend=deepep, wire="bfloat16", **fields), group), 2)
@@ -103,6 +116,7 @@ PROVOKED: dict[str, list[Call]] = {
     "MD08": [_hear_of_a_refusal],
     "MD09": [_differentiate_twice],
     "MD10": [_use_a_closed_dispatcher],
+    "MD11": [_run_backwards_in_another_order],
 }
 
 

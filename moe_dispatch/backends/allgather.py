@@ -15,12 +15,14 @@ from moe_dispatch.backends.base import (
     BackendOptions,
     Constraints,
     MoEShape,
+    marks_agree,
 )
 from moe_dispatch.backends.capacity import GraphSafeSupport
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import ALL_WIRES, Encoded, WireSupport, back_wire, dispatch_format, row_format
 from moe_dispatch.communication import read_host
+from moe_dispatch.errors import PeerError
 from moe_dispatch.permutation import accumulation_dtype, count_experts
 from moe_dispatch.types import Sizes
 
@@ -104,15 +106,18 @@ class AllGather(Backend):
     """All rows go to all ranks. This is P times the bytes, but no message size depends on the routing.
 
     Cost: one all-gather and one host sync per dispatch, one reduce-scatter per combine. The host reads the counts, or,
-    if the ranks agree on sizes in this dispatch, sizes and counts together.
+    if the ranks agree on sizes in this dispatch, sizes and counts together. With a plan it also reads their marks.
     """
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape, comm = self.context.shape, self.context.communicator
-        form = dispatch_format(shape, rows_TD.dtype, weights_TK.dtype)
+        mark = sizes.mark if len(rows_TD) else None
+        form = dispatch_format(shape, rows_TD.dtype, weights_TK.dtype, note=mark is not None)
         if sizes.columns is not None:
             form = sizes.columns.added_to(form)
         packets = form.pack(rows_TD, weights_TK, ids_TK)
+        if mark is not None:
+            form.notes(packets).fill_(mark)
         everyone = self.context.workspace.lend(len(packets) * comm.size, form.stride, device=packets.device)
         comm.all_gather(everyone, packets, label="dispatch")
         rows_SD, weights_SK, ids_SK = form.unpack(everyone)
@@ -120,7 +125,15 @@ class AllGather(Backend):
         if sizes.capacity is None:
             mine, of_all = slice(first, first + shape.num_local_experts), sizes.tokens_per_expert
             if of_all is None:
-                counts = read_host(count_experts(ids_SK.long(), shape.num_experts)[mine])
+                ids = ids_SK.long()
+                if mark is not None:  # packets of another call may hold anything where this one has its ids
+                    ids = ids.clamp(-1, shape.num_experts - 1)
+                of_mine = count_experts(ids, shape.num_experts)[mine]
+                notes_P = form.notes(everyone)[:: len(packets), 0] if mark is not None else of_mine[:0]
+                counts = read_host(torch.cat([of_mine, notes_P]))
+                counts, marks = counts[: len(of_mine)], counts[len(of_mine) :]
+                if marks and not marks_agree(marks):
+                    raise PeerError(f"Backend 'allgather': the calls of all ranks must have one mark, got {marks}.")
             else:
                 counts = list(of_all[mine])
         index = self.context.group(ids_SK, weights_SK, sizes.capacity, first=first, counts=counts)

@@ -27,7 +27,7 @@ from moe_dispatch.backends.wire import Encoded, row_format, wire_format
 from moe_dispatch.compiling.registration import operator
 from moe_dispatch.compiling.routes import Tables, load_form
 from moe_dispatch.dispatchers import checks
-from moe_dispatch.dispatchers.agreement import tell_peers
+from moe_dispatch.dispatchers.agreement import tell_peers, text_of
 from moe_dispatch.dispatchers.autograd import Request, double_backward, finish, pad, start, trim
 from moe_dispatch.dispatchers.channel import Channel, open_by_name, profiler_range
 from moe_dispatch.errors import ConfigError, StateError
@@ -260,6 +260,7 @@ def dispatch_again(
     with torch.no_grad(), profiler_range("dispatch"):
         link, taken, padded = _restored(channel, route)
         checks.check_again(rows, num_rows, rows.device, link)
+        link.trail.follow(text_of("dispatch again", (rows.dtype, True)), rows.device, dispatcher=None)
         return [weights.clone(), *_flat_rows(taken.send(pad(rows, real_rows, padded)), rows.dtype)]
 
 
@@ -313,7 +314,8 @@ def dispatch_backward(
     no other gradient. ``behind`` is what must have been computed before.
     """
     with torch.no_grad(), profiler_range("dispatch.backward"):
-        _, taken, _ = _restored(channel, route)
+        link, taken, _ = _restored(channel, route)
+        link.trail.follow("dispatch.backward", grad_rows.device, dispatcher=None)
         found = taken.dispatch_backward(grad_rows, grad_weights)
         grads = _own(*(trim(grad, real_rows, rows_shape[0]) for grad in found if grad is not None))
         return grads if anchor is None else [*grads, anchor.new_empty(0)]
@@ -365,6 +367,7 @@ def combine(
     with torch.no_grad(), profiler_range("combine"):
         link, taken, _ = _restored(channel, route)
         checks.check_combine(rows, rows.new_empty(()).expand(weights.shape[0], link.shape.hidden_size), link)
+        link.trail.follow("combine", rows.device, dispatcher=None)
         y_TD = taken.combine(rows, weights if link.config.weights == "combine" else None)
         (y_TD,) = _own(trim(y_TD, real_rows, num_rows))
     return y_TD
@@ -394,6 +397,7 @@ def combine_backward(
     with torch.no_grad(), profiler_range("combine.backward"):
         link, taken, padded = _restored(channel, route)
         applied = weights if link.config.weights == "combine" else None
+        link.trail.follow("combine.backward", grad.device, dispatcher=None)
         grad_rows, dots = taken.combine_backward(pad(grad, real_rows, padded), rows, applied)
         return _own(grad_rows, torch.zeros_like(weights) if dots is None else dots)
 

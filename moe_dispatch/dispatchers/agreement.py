@@ -15,6 +15,7 @@ from moe_dispatch.backends.base import MARKED_DISPATCHERS, WANTS_WEIGHTS
 from moe_dispatch.communication import control_device, device_of, digest, raise_alike
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.requirements import check_max_rows
+from moe_dispatch.dispatchers.trail import UNKNOWN
 from moe_dispatch.errors import InputError
 from moe_dispatch.permutation import count_experts
 from moe_dispatch.types import Plan, Sizes
@@ -34,7 +35,6 @@ def leave_untold(channel: Channel, error: Exception) -> None:
 
 
 Facts = Mapping[str, str]
-_UNKNOWN = -(2**40)  # less than any number of a dispatcher, and than its negative
 
 
 @cache
@@ -64,6 +64,13 @@ def mark_of(facts: tuple[Any, ...], number: int | None, wants_weights: bool) -> 
     last = 0 if number is None else 1 + number % (MARKED_DISPATCHERS - 1)
     call = digest(facts_of(*facts)) * MARKED_DISPATCHERS % WANTS_WEIGHTS + last
     return call + WANTS_WEIGHTS * wants_weights
+
+
+@lru_cache(maxsize=1024)
+def text_of(verb: str, facts: tuple[Any, ...], rows: int | None = None) -> str:
+    """Return the text of a dispatch for the trail: its facts, of which this has the arguments, and rows of a rank."""
+    told = {**facts_of(*facts), **({} if rows is None else {"most rows": rows})}
+    return f"{verb} ({'; '.join(f'{name}: {value}' for name, value in told.items())})"
 
 
 def described(facts: Facts, lease: Lease | None) -> Facts:
@@ -198,8 +205,9 @@ def _agree_on_largest(
     So if the ranks of the channel sum counts (``Channel.num_summed``), a call without ids adds zeros.
     """
     size, rank = channel.control.size, channel.control.rank
-    numbers = (_UNKNOWN, _UNKNOWN) if lease is None else (lease.number, -lease.number)
-    values = (count * size + rank, -count * size + rank, *numbers)
+    numbers = (UNKNOWN, UNKNOWN) if lease is None else (lease.number, -lease.number)
+    trail = (channel.trail.told, -channel.trail.told if channel.trail.known else UNKNOWN)
+    values = (count * size + rank, -count * size + rank, *numbers, *trail)
     sums: list[Tensor] = []
     if channel.num_summed and ids_TK is not None:
         counts = [count_experts(ids_TK, channel.shape.num_experts)] if channel.needs.counts_with_sizes else []
@@ -208,9 +216,15 @@ def _agree_on_largest(
         device = control_device(channel.control.group)
         sums = [torch.zeros(channel.num_summed, dtype=torch.int64, device=device)]
     raise_same = partial(raise_alike, channel.control, of_call=True, label=label)
-    high, low, last, first, *summed = raise_same(problem, values=values, sums=sums, facts=facts)
-    if last not in (-first, _UNKNOWN):  # of the ranks that know their dispatcher, two call different ones
+    high, low, last, first, *found = raise_same(problem, values=values, sums=sums, facts=facts)
+    most, least, *summed = found
+    if last not in (-first, UNKNOWN):  # of the ranks that know their dispatcher, two call different ones
         raise_same(None, facts=described(facts or {}, lease))
+    if most not in (-least, UNKNOWN):
+        verb = "plan" if lease is None else "dispatch"
+        if (difference := channel.trail.difference(f"Dispatcher.{verb}", label=label)) is not None:
+            raise difference
+    channel.trail.compared()
     largest, smallest = high // size, -(low // size)
     if channel.config.row_counts == "check" and largest != smallest:
         raise InputError(

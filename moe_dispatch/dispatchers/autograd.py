@@ -17,8 +17,9 @@ from torch import Size, Tensor
 
 from moe_dispatch._slots import Assigned, Slots
 from moe_dispatch.backends.base import Arrived, Route
+from moe_dispatch.backends.wire import Encoded
 from moe_dispatch.communication import HostCopy, raise_alike
-from moe_dispatch.dispatchers.agreement import described, facts_of, leave_untold, mark_of, settle, tell_peers
+from moe_dispatch.dispatchers.agreement import described, facts_of, leave_untold, mark_of, settle, tell_peers, text_of
 from moe_dispatch.dispatchers.channel import Channel, InvalidIds, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
@@ -44,6 +45,7 @@ class State:
         wants_weights: Whether the backward of combine needs the expert outputs, for gradients of the weights of any
             rank. False only if no rank wants them and the ranks know it.
         route: Route of the backend.
+        number: Number of the dispatch on the trail of the channel.
     """
 
     lease: Lease
@@ -54,6 +56,15 @@ class State:
     padded: int
     wants_weights: bool
     route: Route
+    number: int = 0
+
+    def follow(self, verb: str, device: torch.device, *, of: int) -> int:
+        """Note a call on the trail of the channel, before it exchanges anything, and return its number."""
+        return self.lease.channel.trail.follow(verb, device, of=of, dispatcher=self.lease.number)
+
+    def changed(self, **changes: Any) -> State:
+        """Return a state with other values. It is no dataclass for ``dataclasses.replace``."""
+        return State(**{name: getattr(self, name) for name in self.__slots__} | changes)
 
 
 # FSDP2 maps over the dataclasses among the arguments of a module, which may be a Dispatched, and casts their tensors. A
@@ -135,6 +146,7 @@ class Departed:
         layer: Number of the layer for the meter, ``Lease.layer``; -1 in compiled code.
         recomputed: Whether activation checkpointing repeats a dispatch of the forward.
         columns: What travels with the rows; None for nothing.
+        number: Number of the dispatch on the trail of the channel.
     """
 
     channel: Channel
@@ -149,6 +161,7 @@ class Departed:
     layer: int
     recomputed: bool
     columns: CarriedColumns | None = None
+    number: int = 0
 
 
 def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departed:
@@ -168,10 +181,10 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
     config, needs, slots, plan, columns = channel.config, channel.needs, call.slots, call.plan, call.columns
     given = (call.x_TD.dtype, call.grad_enabled, call.repetition, "" if columns is None else columns.text())
     facts, heard = facts_of(*given), channel.hears_invalid_ids[plan.settled]
-    mark = None
+    mark, dispatcher = None, None if call.lease is None else call.lease.number
+    told = mark_of(given, channel.trail.folded(dispatcher), call.wants_weights)
     if needs.exchanges_counts:
-        number = None if call.lease is None else call.lease.number
-        mark = mark_of(given, number, call.wants_weights)
+        mark = told
     given_TK, ids_TK, outcome, assigned = _own_ids(channel, call, mark)
     count, problem = ids_TK.shape[0], partial(problem_of_ids, given_TK, config.num_experts, call.valid_T)
     if config.debug or not plan.settled:
@@ -180,8 +193,11 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
     if plan.num_chunks > 1:  # all ranks know this number, so all of them raise
         raise needs_chunks(plan, config)
     sizes = plan.sizes
+    if needs.counts_with_sizes and sizes.tokens_per_expert is None:
+        sizes = replace(sizes, mark=told)
     if sizes.capacity is not None:
         channel.meter.prepare(call.x_TD.device, call.layer)
+        channel.trail.prepare(call.x_TD.device)
     if slots is not None and slots.collective:
         assigned = slots.assign(channel, ids_TK)
         ids_TK = assigned.ids_TK
@@ -207,7 +223,13 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
         raise
     except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
         raise_alike(channel.control, problem(), facts=described(facts, call.lease), of_call=True, label="refusal")
+        if (difference := channel.trail.difference("Dispatcher.dispatch", label="refusal")) is not None:
+            raise difference from None
         raise
+    if marks or sizes.mark is not None:
+        channel.trail.compared()
+    what = text_of("dispatch", given, sizes.group_max_rows if needs.equal_rows or needs.group_max else None)
+    number = channel.trail.follow(what, call.x_TD.device, dispatcher=dispatcher, told=config.debug)
     if padded != count or count != call.x_TD.shape[0]:
         channel.meter.count_rows(rank=padded - count, cut=call.x_TD.shape[0] - count)
     return Departed(
@@ -223,6 +245,7 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
         layer=call.layer,
         recomputed=torch._C._current_graph_task_id() != -1,  # as ``is_recomputation`` says, without a call
         columns=columns,
+        number=number,
     )
 
 
@@ -273,6 +296,14 @@ def finish(departed: Departed) -> Arrived:
     return arrived
 
 
+def send(channel: Channel, state: State, x_TD: Tensor) -> tuple[Tensor | Encoded, State]:
+    """Send other rows along the route of a dispatch. Return what arrives, and the state of the new dispatch."""
+    what, dispatcher = text_of("dispatch again", (x_TD.dtype, torch.is_grad_enabled())), state.lease.number
+    number = channel.trail.follow(what, x_TD.device, of=state.number, dispatcher=dispatcher)
+    with torch.no_grad():
+        return state.route.send(pad(x_TD, state.real_rows, state.padded)), state.changed(number=number)
+
+
 class Dispatch(torch.autograd.Function):
     """Attach the arrived rows and weights to the sent ones in the autograd graph.
 
@@ -296,6 +327,7 @@ class Dispatch(torch.autograd.Function):
         if type(grad_RD) is not Tensor:
             check_plain("Dispatcher.dispatch", gradient=grad_RD)
         state.lease.channel.announce(state.lease.name)
+        state.follow("dispatch.backward", grad_RD.device, of=state.number)
         # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
         with profiler_range("dispatch.backward"):
             grad_TD, grad_TK = state.route.dispatch_backward(grad_RD, grad_R)
@@ -313,6 +345,7 @@ class Combine(torch.autograd.Function):
     def forward(ctx: Any, rows_RD: Tensor, weights_R: Tensor, state: State, channel: Channel) -> Tensor:
         ctx.state, ctx.channel = state, channel
         applied = channel.config.weights == "combine"
+        ctx.number = state.follow("combine", rows_RD.device, of=state.number)
         ctx.save_for_backward(
             weights_R, rows_RD if applied and state.wants_weights and ctx.needs_input_grad[1] else None
         )
@@ -331,6 +364,7 @@ class Combine(torch.autograd.Function):
         grad_TD = grad.reshape(state.num_rows, grad.shape[-1])
         state.lease.channel.announce(state.lease.name)
         weights_R = weights_R if ctx.channel.config.weights == "combine" else None
+        state.follow("combine.backward", grad.device, of=ctx.number)
         with profiler_range("combine.backward"):
             if state.real_rows is not None or state.padded != state.num_rows:
                 grad_TD = pad(grad_TD, state.real_rows, state.padded)

@@ -35,6 +35,7 @@ from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.meter import Meter
 from moe_dispatch.dispatchers.names import check_name
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, shape_of
+from moe_dispatch.dispatchers.trail import Trail
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, StateError
 from moe_dispatch.permutation import choose_permutation
 from moe_dispatch.types import Capacity, Sizes
@@ -77,6 +78,7 @@ class Channel:
             number, and neither the backend nor a number of chunks depends on the largest.
         capacity: Number of rows that the buffers of a dispatch hold; None if sizes follow the routing.
         observers: What observes the calls on this channel.
+        trail: What this rank has exchanged, as a number that ranks compare.
         checked: The kinds of tensors that ``check_call`` has found to fit.
         slots: The expert slots that a new dispatcher has; None if every rank holds its own experts only.
         agrees_on_rows: Whether the ranks settle sizes with a collective.
@@ -105,6 +107,7 @@ class Channel:
         self.name = f"{options.name}-{config.digest[:8]}-{next(_serial)}"
         first = communicator.rank * shape.num_local_experts
         self.meter = Meter(shape.num_local_experts, config.num_experts, first)
+        self.trail = Trail(control, self.meter if config.graph_safe else None, debug=config.debug)
         self.checked: set[object] = set()
         self.users = 0
         self.numbers = itertools.count()

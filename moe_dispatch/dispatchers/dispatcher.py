@@ -148,7 +148,7 @@ class Dispatcher(OwnNames):
             PeerError: The call failed on another rank.
 
         Cost: mostly nothing. If the backend needs equal rows or the largest row count, and ``row_counts`` is "agree" or
-        "check", one all-reduce on the control group and one host sync. The all-reduce has seven integers, or seven of
+        "check", one all-reduce on the control group and one host sync. The all-reduce has nine integers, or nine of
         each rank and a count of invalid ids where the control group is on the device of the rows; on ``allgather`` also
         a count for each expert. A backend with buffers may grow the buffers here, which is collective.
         """
@@ -237,8 +237,9 @@ class Dispatcher(OwnNames):
         Raises:
             InputError: The tensors do not fit, or an id is outside -1..num_experts-1: on this rank only, while the
                 others wait, if ranks exchange neither counts nor sizes; in graph-safe mode, ``check`` reports such ids.
-                NaN weights raise only with ``debug=True``. Also if the dtype of x or the grad mode differs between
-                ranks, and the ranks exchange something before rows travel.
+                NaN weights raise only with ``debug=True``. Also if ranks differ in the dtype of x, the grad mode,
+                ``carry`` or the order of their calls so far, and exchange something before rows travel; in graph-safe
+                mode, ``check`` reports it.
             LayoutError: The layout or the plan does not fit x, or both are missing under ``infer_layout=False``.
             StateError: The dispatcher is closed, or the plan or ``again`` comes from another dispatcher.
             PeerError: Another rank refused its call.
@@ -298,12 +299,12 @@ class Dispatcher(OwnNames):
                     check_plain("Dispatcher.dispatch", x=x)
                 x_TD = state.layout.flatten(x)
                 checks.check_again(x_TD, state.num_rows, again.in_graph.device, channel)
-                with torch.no_grad():
-                    arrived = state.route.send(autograd.pad(x_TD, state.real_rows, state.padded))
+                arrived, state = autograd.send(channel, state, x_TD)
                 x_TD = autograd.anchor(x_TD, channel)
                 rows = arrived if isinstance(arrived, Tensor) else arrived.stand_in(x_TD.dtype)
                 rows, _ = autograd.Dispatch.apply(x_TD, None, state, (rows, None))  # type: ignore[no-untyped-call]
-                sent = dataclasses.replace(again, in_graph=rows, weights=autograd.tie(again.weights, rows))
+                weights = autograd.tie(again.weights, rows)
+                sent = dataclasses.replace(again, in_graph=rows, weights=weights, state=state)
                 return sent if isinstance(arrived, Tensor) else arrived.added_to(sent, channel.shape.wire_dtype)
         except Exception as error:
             self._name_in(error)
@@ -427,14 +428,22 @@ class Dispatcher(OwnNames):
         run_self_test(self, device_of(self._channel.communicator.group, preferred), dtype)
 
     def check(self) -> RequiredCapacity:
-        """Report overflows and invalid ids of all ranks. Graph-safe mode only; collective; a host sync.
+        """Report overflows, invalid ids and calls that differ between ranks. Graph-safe mode only; collective.
+
+        Ranks must make the same calls in the same order: dispatches with the same dtype, grad mode and ``carry``, and
+        the same order of micro-batches in ``combine`` and in the backward. Each call leaves a mark on the device, also
+        in replays of a CUDA graph, which this method compares. Calls in ``torch.compile`` leave out which call belongs
+        to which.
 
         Raises:
-            InputError: A dispatch was given ids outside -1..num_experts-1; their slots went nowhere. Raised on every
-                rank. The next call reports only invalid ids of later dispatches.
+            InputError: The calls of the ranks differ; the error names the first one that does. Or a dispatch was given
+                ids outside -1..num_experts-1; their slots went nowhere. Raised on every rank. The next call reports
+                only what is wrong later.
             CapacityError: Rows were dropped under ``graph_safe.on_overflow="raise"``. Raised on every rank, with a
                 capacity that would be enough.
             StateError: The config is not graph_safe.
+
+        Cost: one all-reduce of ten integers and a host sync.
         """
         from moe_dispatch.dispatchers import overflow  # noqa: PLC0415
 
@@ -497,11 +506,11 @@ class Dispatcher(OwnNames):
             final capacity from the start.
 
         Raises:
-            InputError: A dispatch was given invalid ids, as in ``check``; or ``headroom`` is outside 1..1024.
+            InputError: What ``check`` reports; or ``headroom`` is outside 1..1024.
             StateError: The config of a dispatcher is not graph_safe.
             PeerError: Ranks of ``group`` outside the expert-parallel group were given invalid ids.
 
-        Cost: one all-reduce of four integers and one host sync a run and channel; with ``group``, one more of each a
+        Cost: one all-reduce of ten integers and one host sync a run and channel; with ``group``, one more of each a
         run.
         """
         from moe_dispatch.dispatchers import overflow  # noqa: PLC0415
@@ -612,6 +621,7 @@ def receive(
         # On several ranks ``anchor`` has made the weights require grad.
         wants_weights=weights_TK.requires_grad and arrived.wants_weights,
         route=arrived.route,
+        number=departed.number,
     )
     rows = arrived.rows if isinstance(arrived.rows, Tensor) else arrived.rows.stand_in(x_TD.dtype)
     received = (rows, arrived.weights)

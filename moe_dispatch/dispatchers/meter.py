@@ -239,6 +239,12 @@ class Meter:
         needs = [self.read(needs) for _, _, needs, _ in self._counters.values()]
         return [max(each) for each in zip([0, 0, 0], *needs, strict=True)]
 
+    def forget_needs(self) -> None:
+        """Reset all needs, after calls that were wrong."""
+        for device, (_, _, needs, _) in self._counters.items():
+            with self.turn(device):
+                needs.zero_()
+
     def forget_invalid_ids(self) -> None:
         """Reset the need of invalid ids, after they were reported."""
         for device, (_, _, needs, _) in self._counters.items():

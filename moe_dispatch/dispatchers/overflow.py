@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import NamedTuple, TypeVar, final
 
 import torch
 
@@ -47,19 +47,36 @@ class RequiredCapacity:
     invalid_ids: int
 
 
+@final
+class _Found(NamedTuple):
+    """What the ranks have agreed on: the largest need, the largest headroom, and which problems some rank has.
+
+    Attributes:
+        needed: The largest need.
+        headroom: The largest headroom, rounded up to a thousandth.
+        reported: Whether some rank has reported a problem.
+        differs: Whether the ranks have made different calls.
+    """
+
+    needed: RequiredCapacity
+    headroom: float
+    reported: bool
+    differs: bool
+
+
 def required(channel: Channel) -> RequiredCapacity:
     """Return the largest need of all ranks. Collective; a host sync."""
-    return _agree(channel, 1.0, "required_capacity")[0]
+    return _agree(channel, 1.0, "required_capacity").needed
 
 
-def _agree(channel: Channel, headroom: float, verb: str) -> tuple[RequiredCapacity, float, bool]:
-    """Return the largest need and the largest headroom of all ranks, and whether some rank has reported a problem.
-
-    The headroom is rounded up to a thousandth.
-    """
+def _agree(channel: Channel, headroom: float, verb: str) -> _Found:
+    """Agree on the needs and the problems of all ranks. Collective."""
     capacity = _capacity(channel, verb)
+    high, low = channel.trail.read()
     mine = [*channel.meter.needs(), math.ceil(1000 * headroom), int(bool(channel.meter.reports()))]
-    rows, pair_rows, invalid_ids, thousandths, reported = channel.control.max(mine, label="capacity")
+    mine += [int(not channel.trail.known), high, -high, low, -low]
+    found = channel.control.max(mine, label="capacity")
+    rows, pair_rows, invalid_ids, thousandths, reported, unknown, high, minus_high, low, minus_low = found
     needed = RequiredCapacity(
         rows=rows,
         pair_rows=pair_rows,
@@ -68,20 +85,22 @@ def _agree(channel: Channel, headroom: float, verb: str) -> tuple[RequiredCapaci
         overflowed=not capacity.holds(rows, pair_rows),
         invalid_ids=invalid_ids,
     )
-    return needed, thousandths / 1000, bool(reported)
+    differs = low != -minus_low or (not unknown and high != -minus_high)
+    return _Found(needed, thousandths / 1000, bool(reported), differs)
 
 
 def check(channel: Channel) -> RequiredCapacity:
     """Run ``Dispatcher.check``. Collective; a host sync.
 
     Raises:
-        InputError: A dispatch of some rank had invalid ids, or something else was reported. The next call does not
-            report it again.
+        InputError: The calls of the ranks differ, a dispatch of some rank had invalid ids, or something else was
+            reported. The next call does not report it again.
         CapacityError: A dispatch of some rank overflowed under ``graph_safe.on_overflow="raise"``.
         StateError: The config is not graph_safe.
     """
-    needed, _, reported = _agree(channel, 1.0, "check")
-    if (problem := _invalid_ids("check", channel, needed) or _reported("check", channel, reported)) is not None:
+    found = _agree(channel, 1.0, "check")
+    needed = found.needed
+    if (problem := _problem("check", channel, found)) is not None:
         raise problem
     options = channel.config.graph_safe_options
     assert options is not None
@@ -90,11 +109,20 @@ def check(channel: Channel) -> RequiredCapacity:
     return needed
 
 
-def _invalid_ids(verb: str, channel: Channel, needed: RequiredCapacity) -> InputError | None:
-    """Return the error for invalid ids, and reset their mark; None if there were none. It is the same on every rank.
+def _problem(verb: str, channel: Channel, found: _Found) -> InputError | None:
+    """Return the error of what some rank did wrong since the last check, and reset its mark; None if there is none.
 
-    Collective if there were some, to name the ranks that had them.
+    It is the same on every rank. Collective if there is one, to name the ranks.
     """
+    if found.differs:  # first, because needs that were read from the packets of another call mean nothing
+        channel.meter.forget_needs()
+        return channel.trail.difference(f"Dispatcher.{verb}", label="capacity")
+    channel.trail.compared()
+    return _invalid_ids(verb, channel, found.needed) or _reported(verb, channel, found.reported)
+
+
+def _invalid_ids(verb: str, channel: Channel, needed: RequiredCapacity) -> InputError | None:
+    """Return the error for invalid ids, and reset their mark; None if there were none."""
     if not needed.invalid_ids:
         return None
     everyone = channel.control.gather_integers(channel.meter.needs()[2:], label="capacity")
@@ -107,10 +135,7 @@ def _invalid_ids(verb: str, channel: Channel, needed: RequiredCapacity) -> Input
 
 
 def _reported(verb: str, channel: Channel, reported: bool) -> InputError | None:
-    """Return the error for all problems that were reported, and reset them; None if no rank has one.
-
-    It is the same on every rank. Collective if there is one.
-    """
+    """Return the error for all problems that were reported, and reset them; None if no rank has one."""
     if not reported:
         return None
     everyone = channel.control.gather_json(channel.meter.reports(), label="capacity")
@@ -125,21 +150,22 @@ def _reported(verb: str, channel: Channel, reported: bool) -> InputError | None:
 
 def grow(channel: Channel, headroom: float) -> RequiredCapacity:
     """Run ``Dispatcher.grow``. Collective; a host sync."""
-    return _grow(channel, headroom)[0]
+    return _grow(channel, headroom).needed
 
 
-def _grow(channel: Channel, headroom: float) -> tuple[RequiredCapacity, bool]:
-    """Run ``grow``, and return the need, and whether some rank has reported a problem."""
+def _grow(channel: Channel, headroom: float) -> _Found:
+    """Run ``grow``, and return what the ranks have agreed on."""
     check_headroom("grow", headroom)
     before = _capacity(channel, "grow")
-    needed, headroom, reported = _agree(channel, headroom, "grow")
-    if needed.overflowed:
-        after = grown(channel.shape, before, rows=needed.rows, pair_rows=needed.pair_rows, headroom=headroom)
+    found = _agree(channel, headroom, "grow")
+    needed = found.needed
+    if needed.overflowed and not found.differs:
+        after = grown(channel.shape, before, rows=needed.rows, pair_rows=needed.pair_rows, headroom=found.headroom)
         told = _told(channel.name, channel, needed)  # before the capacity changes
         channel.set_capacity(after)
         if channel.control.rank == 0:
             logger.warning("%s Growing it to %s. Make plans and CUDA graphs again.", told, after)
-    return needed, reported
+    return found
 
 
 def retry_on_overflow(
@@ -154,11 +180,9 @@ def retry_on_overflow(
     while True:
         result = step()
         found = [_grow(channel, headroom) for channel in channels]  # grow all channels, in the same order on all ranks
-        again = any(needed.overflowed for needed, _ in found)
-        problems = [  # of all channels, because asking for the ranks that have a problem is collective
-            _invalid_ids("retry_on_overflow", channel, needed) or _reported("retry_on_overflow", channel, reported)
-            for channel, (needed, reported) in zip(channels, found, strict=True)
-        ]
+        again = any(each.needed.overflowed for each in found)
+        # Of all channels, because asking for the ranks that have a problem is collective.
+        problems = [_problem("retry_on_overflow", *each) for each in zip(channels, found, strict=True)]
         problem = next(filter(None, problems), None)  # a second problem is not reported
         if everyone is not None:
             again = bool(raise_alike(everyone, problem, values=[int(again)], label="capacity")[0])

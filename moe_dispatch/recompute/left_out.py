@@ -13,7 +13,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, bring_back
 from moe_dispatch.errors import InputError
 from moe_dispatch.recompute.differences import report
-from moe_dispatch.recompute.routes import changed, of
+from moe_dispatch.recompute.routes import of
 from moe_dispatch.types import Dispatched
 
 
@@ -38,7 +38,7 @@ def leave_out(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched, watch: Wat
         combine=lambda rows, _: rows.new_full((state.padded, rows.shape[1]), torch.nan),
         combine_backward=state.route.combine_backward,
     )
-    y = bring_back(dispatcher, rows, dataclasses.replace(sent, state=changed(state, route=route)))
+    y = bring_back(dispatcher, rows, dataclasses.replace(sent, state=state.changed(route=route)))
     if watch is None:
         raise InputError(
             f"Dispatcher.combine: a recomputation{of(dispatcher)} must save the tensors of its forward, got others. "

@@ -238,9 +238,8 @@ def _send(kept: Kept, channel: Channel, x_TD: Tensor, routing: Routing, ids_TK: 
     permutation = channel.context.permutations[type(routing.topk_ids), routing.topk_ids.device.type]
     _, weights_TK = permutation.merge_slots(routing.topk_ids, weights_TK, asks=not channel.config.graph_safe)
     if not kept.recorded:  # nobody knew then whether weights require grad
-        state = changed(state, wants_weights=weights_TK.requires_grad)
-    with torch.no_grad():
-        rows = state.route.send(autograd.pad(x_TD, state.real_rows, state.padded))
+        state = state.changed(wants_weights=weights_TK.requires_grad)
+    rows, state = autograd.send(channel, state, x_TD)
     return partial(_attach, sent, channel, state, rows, x_TD, weights_TK)
 
 
@@ -273,11 +272,6 @@ def _copied(carried: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
 def of(dispatcher: Dispatcher) -> str:
     """Return text that names a dispatcher in an error, or nothing."""
     return f" of {dispatcher.name!r}" * bool(dispatcher.name)
-
-
-def changed(state: autograd.State, **changes: Any) -> autograd.State:
-    """Return a state with other values. It is no dataclass for ``dataclasses.replace``."""
-    return autograd.State(**{name: getattr(state, name) for name in state.__slots__} | changes)
 
 
 def _difference(
