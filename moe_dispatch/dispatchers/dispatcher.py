@@ -548,7 +548,9 @@ def make(dispatcher: Dispatcher, call: Call) -> Dispatched | InFlight:
                 checked = checks.check_call(channel, call, dispatcher._layout_in)
                 routing, layout = checked.routing, checked.plan.layout
                 wide = torch.promote_types(checked.x_TD.dtype, torch.float32)  # the accumulation dtype
-                weights_TK = autograd.anchor(routing.topk_weights.to(wide), channel)
+                weights_TK = routing.topk_weights.to(wide)
+                if not weights_TK.requires_grad:
+                    weights_TK = autograd.anchor(weights_TK, channel)
                 ids_TK, asks = routing.topk_ids, not channel.config.graph_safe
                 permutation = channel.context.permutations[type(ids_TK), ids_TK.device.type]
                 ids_TK, weights_TK = permutation.merge_slots(ids_TK, weights_TK, asks=asks)

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch.backends.alltoall.kernels import ByKernels
 from moe_dispatch.backends.base import (
     WANTS_WEIGHTS,
     Arrived,
@@ -162,6 +163,46 @@ class Started:
     kept: tuple[Any, ...] = ()
 
 
+@final
+class ByOperators:
+    """The counts and packets of one dispatch by operators of torch: rows are packed once, and copied to each target.
+
+    On the CPU the copies are made while the counts travel. A GPU learns the number of packets with the counts.
+
+    Args:
+        backend: The backend of the dispatch.
+        ids_TK: As in ``Backend.start``.
+        mark: As in ``Backend.start``.
+
+    Attributes:
+        counts: The table of counts of ``AllToAll.start``, flat, with the rows that go out.
+        ready: The tables of the leg and its packets, if they are made before their number is known.
+    """
+
+    ready: tuple[tuple[Tensor, ...], Tensor] | None = None
+
+    def __init__(self, backend: AllToAll, ids_TK: Tensor, mark: Tensor | None) -> None:
+        self._context, experts, width = backend.context, backend.num_experts, backend.width
+        size = self._context.shape.ep_size
+        permutation = self._context.permutations[type(ids_TK), ids_TK.device.type]
+        length = (1 + 2 * size) * width
+        owner_TK, self.counts = permutation.count_owners(ids_TK, experts, width, length, graph_safe=False)
+        to_ranks = self.counts.view(-1, width)[1 : 1 + size]
+        self._members = backend.members(owner_TK, to_ranks)
+        if mark is not None:  # -1 makes the number of rows negative
+            to_ranks.select(1, experts).add_(mark, alpha=MARK)
+
+    def pack(self, form: PacketFormat, rows_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
+        """Pack the rows, and on the CPU order the packets."""
+        self._packets = form.pack(rows_TD, weights_TK, ids_TK)
+        if self._packets.is_cpu:
+            self.ready = ordered(self._context, self._packets, self._members)
+
+    def outgoing(self, count: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the tables of the leg, and its packets, from their number."""
+        return ordered(self._context, self._packets, self._members, count)
+
+
 class AllToAll(Backend):
     """The backend over ``torch.distributed`` all-to-all, with one level.
 
@@ -213,35 +254,27 @@ class AllToAll(Backend):
         of rows with a mark. Row 0 is for the sums of all counts that come in. Rows 1 to P are the counts that go to
         ranks 0 to P-1. Rows P+1 to 2P are the counts that come from ranks 0 to P-1.
         """
-        context, width, experts = self.context, self.width, self.num_experts
-        comm, size = context.communicator, context.shape.ep_size
-        permutation = context.permutations[type(ids_TK), ids_TK.device.type]
-        send_places, length = permutation.send_places, (1 + 2 * size) * width
-        places = packets = in_order = None
-        if send_places is None or self.targets[1] < size:
-            owner_TK, counts = permutation.count_owners(ids_TK, experts, width, length, graph_safe=False)
-            _, to_ranks, from_ranks = counts.view(-1, width).split_with_sizes([1, size, size])
-            members = self.members(owner_TK, to_ranks)
-            if mark is not None:  # -1 makes the number of rows negative
-                to_ranks.select(1, experts).add_(mark, alpha=MARK)
-        else:
-            counts = ids_TK.new_zeros(length)
-            _, to_ranks, from_ranks = counts.view(-1, width).split_with_sizes([1, size, size])
-            places = send_places(ids_TK, experts, size, counts=to_ranks, mark=mark)
-        work = comm.all_to_all(from_ranks, to_ranks, [1] * size, [1] * size, label="counts")
+        context, width, size = self.context, self.width, self.context.shape.ep_size
+        packing: ByOperators | ByKernels
+        if context.permutations[type(ids_TK), ids_TK.device.type].send_places is None:
+            packing = ByOperators(self, ids_TK, mark)
+        elif self.targets[1] == size:
+            packing = ByKernels(self, ids_TK, mark)
+        else:  # the targets are nodes, but ranks are counted
+            packing = ByKernels(self, ids_TK, mark, ByOperators(self, ids_TK, mark).counts)
+        counts = packing.counts
+        _, to_ranks, from_ranks = counts.view(-1, width).split_with_sizes([1, size, size])
+        # First the counts, because a rank must know how many rows come in before it can receive them. They also bring
+        # the marks, so all ranks refuse a call here, before rows travel.
+        work = context.communicator.all_to_all(from_ranks, to_ranks, [1] * size, [1] * size, label="counts")
         form = dispatch_format(context.shape, rows_TD.dtype, weights_TK.dtype)
         if sizes.columns is not None:
             form = sizes.columns.added_to(form)
-        if send_places is not None:
-            places = places or send_places(ids_TK, *self.targets)
-        else:
-            packets = form.pack(rows_TD, weights_TK, ids_TK)
-            if packets.is_cpu:  # order the rows while the counts travel; a GPU learns their number with the counts
-                in_order = ordered(context, packets, members)
+        packing.pack(form, rows_TD, weights_TK, ids_TK)  # while the counts travel
         work.wait()
         torch.sum(from_ranks, 0, out=counts[:width])
         host, marks = read_host(counts), []
-        for row, at in enumerate(range(experts, len(host), width)):
+        for row, at in enumerate(range(self.num_experts, len(host), width)):
             its_mark, host[at] = divmod(host[at], MARK)
             if row > size:  # the rows behind number P came in, with the marks of their senders
                 marks.append(its_mark)
@@ -249,13 +282,7 @@ class AllToAll(Backend):
             raise PeerError(f"Backend 'alltoall': the calls of all ranks must have one mark, got {marks} by rank.")
         rows = host[self.rows_at :: width]
         rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]
-        if places is not None:
-            by_kernels, outgoing = lend_packets(context, places, form.stride, sum(rows_out))
-            form.scatter(permutation, rows_TD, (weights_TK, ids_TK), by_kernels, outgoing)
-            tables: tuple[Tensor, ...] = by_kernels
-        else:
-            assert packets is not None
-            tables, outgoing = in_order or ordered(context, packets, members, sum(rows_out))
+        tables, outgoing = packing.ready or packing.outgoing(sum(rows_out))
         leg, received, work = start_rows(context, tables, outgoing, rows_TD.shape[0], rows_out, rows_in)
         return Started(
             leg=leg,
@@ -310,14 +337,6 @@ def ordered(
     outgoing = context.workspace.lend(source_B.shape[0], packets.shape[1], device=packets.device)
     context.permutations[type(packets), packets.device.type].gather(packets, source_B, outgoing)
     return (source_B,), outgoing
-
-
-def lend_packets(
-    context: BackendContext, places: tuple[Tensor, ...], stride: int, count: int
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Cut the tables of ``send_places`` to ``count`` rows. Return them, and memory for the packets."""
-    source_B, member_B, cu_T = places
-    return (source_B[:count], member_B[:count], cu_T), context.workspace.lend(count, stride, device=source_B.device)
 
 
 def start_rows(

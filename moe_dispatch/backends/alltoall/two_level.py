@@ -28,12 +28,12 @@ from moe_dispatch.backends.alltoall.backend import (
     AllToAll,
     AllToAllRoute,
     Started,
-    lend_packets,
     ordered,
     rank_members,
     start_rows,
 )
 from moe_dispatch.backends.alltoall.exact import ExactRoute, slot_way
+from moe_dispatch.backends.alltoall.kernels import lend_packets
 from moe_dispatch.backends.base import Arrived, BackendContext, MoEShape
 from moe_dispatch.backends.rank_major import RankMajorRoute
 from moe_dispatch.communication import to_device
