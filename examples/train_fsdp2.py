@@ -21,7 +21,6 @@ of this rank, R rows that they get, K top_k.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import os
@@ -37,16 +36,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import THD, Dispatched, Dispatcher, DispatcherConfig, Plan, Routing
 from moe_dispatch.dispatchers import Metrics, SlotWeights
 from moe_dispatch.recompute import keep_routes
+from moe_dispatch.training import Setup
 
 LAYERS, HIDDEN, HEADS, INNER, EXPERTS, TOP_K = 2, 256, 4, 128, 8, 2
 ROWS, PACKS, BEGIN, VOCABULARY = 256, 8, 256, 257  # rows of a pack, packs of a step; 256 stands before a document
@@ -164,28 +163,12 @@ class LanguageModel(nn.Module):
 
 def shard(model: LanguageModel, mesh: DeviceMesh, dtype: torch.dtype) -> FSDPModule:
     """Shard experts over the ranks that hold the same ones, and everything else over all ranks."""
-    world = init_device_mesh(mesh.device_type, (mesh.size(),))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    # A policy that casts arguments would also cast the router's weights, in `Routing`, to bfloat16.
-    as_given = dataclasses.replace(policy, cast_forward_inputs=False)
-    for block in [module for module in model.modules() if isinstance(module, Block)]:
-        experts = fully_shard(block.moe.experts, mesh=mesh["copies"], mp_policy=as_given)
-        experts.set_gradient_divide_factor(mesh.size())  # it holds the sum over the ranks of "ep" already
-        if mesh.device_type == "cpu" and mesh["copies"].size() > 1:  # gloo cannot scale while it sums
-            experts.set_force_sum_reduction_for_comms(True)
-        fully_shard(block.moe.router, mesh=world, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
-        fully_shard(block, mesh=world, mp_policy=policy)
-    return fully_shard(model, mesh=world, mp_policy=policy)
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> None:
-    """Clip by the norm of all gradients. torch's own function refuses parameters on different meshes."""
-    gradients = [own_part(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    squared = get_total_norm(gradients).square()
-    dist.all_reduce(squared)  # no two ranks hold the same part of a gradient
-    scale = (max_norm / (squared.sqrt() + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale)
+    return Setup(mesh).shard(
+        model,
+        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        router_policy=MixedPrecisionPolicy(param_dtype=torch.float32),
+        blocks=[module for module in model.modules() if isinstance(module, Block)],
+    )
 
 
 # ---- the data ----
@@ -235,7 +218,8 @@ def train(given: argparse.Namespace) -> None:
     dispatchers = model.dispatchers
     sharded = shard(model, mesh, getattr(torch, given.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    first = restore(given.checkpoint, model, optimizer)
+    setup = Setup(mesh)
+    first = restore(given.checkpoint, setup.state(model, optimizer))
     if first and rank == 0:
         print(f"resumed from step {first}{': nothing to do, give more --steps' * (first >= given.steps)}", flush=True)
     writer = tensorboard_writer(given.tensorboard) if given.tensorboard and rank == 0 else None
@@ -253,7 +237,8 @@ def train(given: argparse.Namespace) -> None:
             # FSDP averages over the ranks, so the sum over tokens is multiplied by their number.
             ((loss + AUXILIARY * auxiliary) * (size / num_real)).backward()
             total += loss.detach() / num_real
-        clip_gradients(model, MAX_NORM)
+        setup.reduce(model)
+        setup.clip(model, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total)
@@ -265,7 +250,7 @@ def train(given: argparse.Namespace) -> None:
                     writer.add_scalar(name, value, step + 1)
         before = now
         if given.checkpoint is not None and (step + 1 == given.steps or (step + 1) % given.save_every == 0):
-            save(given.checkpoint, model, optimizer, step + 1)
+            save(given.checkpoint, setup.state(model, optimizer), step + 1)
     if writer is not None:
         writer.close()
     for dispatcher in dispatchers:
@@ -283,21 +268,18 @@ def scalars(now: Metrics, before: Metrics, num_real: int) -> dict[str, float]:
     }
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments, "step": step}, checkpoint_id=folder / f"step-{step:06}")
+def save(folder: Path, state: Stateful, step: int) -> None:
+    dcp.save({"training": state, "step": step}, checkpoint_id=folder / f"step-{step:06}")
 
 
-def restore(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def restore(folder: Path | None, state: Stateful) -> int:
     """Load the last checkpoint of a folder, of any number of ranks. Return its step, or 0 without one."""
     found = [] if folder is None else sorted(folder.glob("step-*/.metadata"))  # which is written last
     if not found:
         return 0
-    weights, moments = get_state_dict(model, optimizer)  # describes the parts that this rank needs
-    state: dict[str, Any] = {"model": weights, "optimizer": moments, "step": 0}
-    dcp.load(state, checkpoint_id=found[-1].parent)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    step: int = state["step"]
+    loaded: dict[str, Any] = {"training": state, "step": 0}
+    dcp.load(loaded, checkpoint_id=found[-1].parent)
+    step: int = loaded["step"]
     return step
 
 

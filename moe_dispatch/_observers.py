@@ -2,13 +2,14 @@
 
 An ``Observer`` hears of the calls on a channel, and a ``CollectiveObserver`` of the collectives on a process group. A
 list holds those that are attached: ``Channel.observers``, and what ``observers_of`` returns for a group. The observers
-of this package are in ``moe_dispatch.observers``. They are imported when a config, a block or DistributedDataParallel
-asks for them. Everything else works without them.
+of this package are in ``moe_dispatch.observers``. They are imported when a config, a block or a wrapper of torch asks
+for them. Everything else works without them.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -116,12 +117,18 @@ def tell_started(channel: Channel, lease: Lease, x: Tensor, routing: Routing, la
         observer.started(lease, x, routing, layout)
 
 
-def tell_combined(channel: Channel, lease: Lease, rows: Tensor) -> None:
-    """Tell the observers of a channel about a combine. If DistributedDataParallel runs the model, one is attached."""
-    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None and has_code("moe_dispatch.observers"):
-        from moe_dispatch.observers.ddp import DDPObserver  # noqa: PLC0415 - other models never need it
+def may_be_wrapped() -> bool:
+    """Whether torch may have wrapped the model: in the forward of DistributedDataParallel, and if FSDP is loaded."""
+    in_ddp = getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+    return in_ddp or "torch.distributed.fsdp" in sys.modules
 
-        _attach(channel, DDPObserver)
+
+def tell_combined(channel: Channel, lease: Lease, rows: Tensor) -> None:
+    """Tell the observers of a channel about a combine. If the model may be wrapped, one looks at the wrapper."""
+    if may_be_wrapped() and has_code("moe_dispatch.observers"):
+        from moe_dispatch.observers.wrappers import WrapperObserver  # noqa: PLC0415 - other models never need it
+
+        _attach(channel, WrapperObserver)
     for observer in channel.observers:
         observer.combined(lease, rows)
 

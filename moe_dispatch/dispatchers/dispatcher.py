@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast, final, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch._interceptors import load_carry, of_thread
-from moe_dispatch._observers import tell_combined, tell_started
+from moe_dispatch._observers import may_be_wrapped, tell_combined, tell_started
 from moe_dispatch._slots import Placement, load_slot_options
 from moe_dispatch._tracing import real_tensors, traced_calls
 from moe_dispatch.communication import Communicator, device_of
@@ -592,7 +591,7 @@ def bring_back(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor
     try:
         with profiler_range("combine"):
             rows = checks.check_combine(rows, sent.in_graph, channel)
-            if channel.observers or getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            if channel.observers or may_be_wrapped():
                 tell_combined(channel, sent.state.lease, rows)
             weights_R = autograd.anchor(sent.weights, channel)
             y: Tensor = autograd.Combine.apply(rows, weights_R, sent.state, channel)  # type: ignore[no-untyped-call]

@@ -2,7 +2,7 @@
 
 - ``watchdog``: gives the collectives of a group a time limit, and finds the rank that the others wait for.
 - ``recorder``: keeps the routing of dispatches, for a trace file or a ``RoutingTable``.
-- ``ddp``: warns if DistributedDataParallel manages the parameters of experts.
+- ``wrappers``: warns if DistributedDataParallel or FSDP manages parameters of different experts.
 
 The seam is ``moe_dispatch/_observers.py``.
 """

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from moe_dispatch.communication import real_group
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.training.wrappers import Managed, managed_parameters
@@ -244,8 +245,8 @@ def table_of(
 
 def ranks_of(dispatcher: Dispatcher) -> tuple[int, ...]:
     """Return the ranks of the group of a dispatcher, in its order."""
-    communicator = dispatcher._lease.channel.communicator
-    return (0,) if communicator.group is None else (*dist.get_process_group_ranks(communicator.group),)
+    group = dispatcher._lease.channel.communicator.group
+    return (0,) if group is None else (*dist.get_process_group_ranks(real_group(group)),)
 
 
 def _axes_for(mesh: DeviceMesh | None, tensors: Any, dispatchers: Any) -> Axes:

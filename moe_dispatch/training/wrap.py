@@ -68,8 +68,9 @@ def under_fsdp(
             fully_shard(modules[path], mesh=ranks, mp_policy=router_policy if of_router else policy, **options)
     as_given = dataclasses.replace(policy, cast_forward_inputs=False)
     for path, held in of_experts.items():
-        copies = _copies_mesh(axes, tuple(dim for dim in dims if dim in held.same))
-        reduced_in = policy.reduce_dtype or policy.param_dtype or table.tensors[held.name].dtype
+        tensor = table.tensors[held.name]
+        copies = _copies_mesh(axes, tuple(dim for dim in dims if dim in held.same), tensor)
+        reduced_in = policy.reduce_dtype or policy.param_dtype or tensor.dtype
         if copies.size() == 1 and reduced_in == torch.float16:  # torch 2.13 would divide twice; and nothing is sent
             as_given = dataclasses.replace(as_given, reduce_dtype=torch.float32)
         experts = fully_shard(modules[path], mesh=copies, mp_policy=as_given, **options)
@@ -111,11 +112,12 @@ def flat_mesh(axes: Axes, dims: Dims) -> DeviceMesh:
     return axes.mesh[dims]._flatten()
 
 
-def _copies_mesh(axes: Axes, dims: Dims) -> DeviceMesh:
+def _copies_mesh(axes: Axes, dims: Dims, tensor: Tensor) -> DeviceMesh:
     """Return the ranks with copies of the same experts as a mesh, which has one rank if there is one copy."""
     if dims:
         return flat_mesh(axes, dims)
-    alone = next((dim for dim, size in axes.sizes.items() if size == 1), None)
+    taken = (tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None) or ()
+    alone = next((dim for dim, size in axes.sizes.items() if size == 1 and dim not in taken), None)
     if axes.mesh is None or alone is None:
         raise ConfigError(
             f"Setup.shard: there is one copy of the experts, so fully_shard needs a dimension of one rank, got {axes}. "

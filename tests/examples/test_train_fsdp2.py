@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import train_fsdp2
 from moe_dispatch import DispatcherConfig
+from moe_dispatch.training import Setup
 from moe_dispatch_testing import run_processes
 from tests.examples.fsdp2_losses import losses, losses_in, printed
 
@@ -76,7 +77,7 @@ def backward_of_a_frozen_model(rank: int) -> tuple[int, int, float]:
     logits, auxiliary = model(tokens_T, layout)
     sent = model.dispatchers[0].metrics().bytes_sent["combine"]
     (torch.nn.functional.cross_entropy(logits, targets_T) + auxiliary).backward()
-    train_fsdp2.clip_gradients(model, 0.5)
+    Setup(mesh).clip(model, 0.5)
     gradients = [train_fsdp2.own_part(p.grad).flatten() for p in model.parameters() if p.grad is not None]
     squared = torch.cat(gradients).square().sum()
     dist.all_reduce(squared)
