@@ -36,7 +36,7 @@ SIMGPU := $(SIMGPU_VENV)/.installed
 SIMGPU_LIBRARIES := $(SIMGPU_VENV)/.libraries
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebook test slow kit mutations multihost faults soak simgpu gpu gpu-wheels matrix check format bench docs integration build release clean
+.PHONY: help install demo notebook test slow kit mutations multihost faults soak simgpu gpu gpu-wheels matrix findings check format bench docs integration build release clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -157,6 +157,9 @@ gpu-wheels: ## fetch what make gpu needs beside torch, for a machine without a n
 
 matrix: ## a part of the tests with each tested version of Python and torch; ARGS="--only torch-2.15"
 	$(PYTHON) tests/matrix/run.py $(ARGS)
+
+findings: ## run the scripts of findings/ in turn, each in an environment of its own, an hour; they download packages
+	for script in findings/*.sh; do echo "== $$script"; PYTHON=$(PYTHON) "$$script" || exit 1; done
 
 check: $(DEV) ## formatting, lint and types
 	$(VENV)/bin/hadolint Dockerfile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -124,11 +125,25 @@ def stability_table() -> str:
     return _markdown(lines)
 
 
+def differences_tables() -> str:
+    """Return a section for each question of docs/differences.toml."""
+    sections = []
+    for table in tomllib.loads((ROOT / "docs" / "differences.toml").read_text(encoding="utf-8"))["table"]:
+        lines = [["", *table["columns"], "run"]]
+        for row in table["rows"]:
+            run = row["run"]
+            how = run if run in ("test", "once") else f"[script](../findings/{run}.sh)"
+            lines.append([row["software"], *row["cells"], how])
+        sections.append("\n\n".join(filter(None, [f"## {table['question']}", table["note"], _markdown(lines)])))
+    return "\n".join(sections)
+
+
 # The tables of each page, by name.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/backends.md": {"backends": backends_table},
     "docs/tuning.md": {"wire": wire_table},
     "docs/graph-safe.md": {"capacity": capacity_table},
+    "docs/differences.md": {"differences": differences_tables},
     "docs/reference.md": {"stability": stability_table},
     "docs/hardware.md": {"support": support_table, "bytes": bytes_table},
     "tests/simulated_cuda/README.md": {"budget": budget_table},

@@ -6,6 +6,7 @@ import contextlib
 import re
 import runpy
 import shlex
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,14 @@ from tests.pages import ROOT, blocks, run_page
 from tests.ranks import run_ranks
 from tests.reported_failures import SHOWN
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("README.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *ROOT.glob("findings/*.md"),
+        *(ROOT / "tests").rglob("README.md"),
+    ]
+)
 TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
 NOTES = sorted((ROOT / "docs" / "design").glob("*.md"))
 
@@ -157,6 +165,32 @@ def test_tables_follow_from_the_code(page: str) -> None:
     """Where this fails: ``python docs/tables.py``."""
     text = (ROOT / page).read_text(encoding="utf-8")
     assert TABLES["replaced"](page, text) == text
+
+
+def test_the_page_on_differences_is_short_and_says_when_and_how_each_row_ran() -> None:
+    page = (ROOT / "docs" / "differences.md").read_text(encoding="utf-8")
+    data = tomllib.loads((ROOT / "docs" / "differences.toml").read_text(encoding="utf-8"))
+    assert len(page.replace("|", " ").split()) <= 1200
+    assert f"Everything ran on {data['date']}" in page
+    for table in data["table"]:
+        for row in table["rows"]:
+            assert len(row["cells"]) == len(table["columns"]), row
+            assert row["run"] in ("test", "once") or (ROOT / "findings" / f"{row['run']}.sh").is_file(), row
+
+
+def test_each_finding_is_listed_once_stops_at_an_error_and_leaves_nothing_behind() -> None:
+    listed = re.findall(
+        r"^\| \[([\w-]+)\]\(\1\.sh\) \|", (ROOT / "findings" / "README.md").read_text(encoding="utf-8"), re.M
+    )
+    scripts = sorted((ROOT / "findings").glob("*.sh"))
+    assert sorted(listed) == [script.stem for script in scripts]
+    for script in scripts:
+        text = script.read_text(encoding="utf-8")
+        assert text.startswith("#!/usr/bin/env bash\n# ")
+        assert "\nset -euo pipefail\n" in text
+        assert "trap 'rm -rf \"$folder\"' EXIT" in text
+        assert "moe_dispatch" not in text
+        assert script.stat().st_mode & 0o111, script
 
 
 @pytest.mark.parametrize("line", TABLES["wire_table"]().splitlines()[2:])
