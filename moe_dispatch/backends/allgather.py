@@ -15,9 +15,9 @@ from moe_dispatch.backends.base import (
     BackendOptions,
     Constraints,
     MoEShape,
-    marks_agree,
 )
 from moe_dispatch.backends.capacity import GraphSafeSupport
+from moe_dispatch.backends.marks import marks_agree
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import ALL_WIRES, Encoded, WireSupport, back_wire, dispatch_format, row_format

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, final
 
@@ -25,12 +25,6 @@ PROTOCOL = 1
 """Version of the contract between dispatchers and backends. A backend states the version it was written for."""
 
 PermutationName = Literal["auto", "torch", "triton"]
-
-MARKED_DISPATCHERS = 64
-"""Numbers of dispatchers that marks tell apart, with 0 for an unknown one."""
-
-WANTS_WEIGHTS = 2**21
-"""Added to the mark of a rank whose weights require grad. The rest of a mark is ``facts * 64 + dispatcher``."""
 
 
 @final
@@ -418,22 +412,6 @@ class Arrived:
     demand: Tensor | None = None
 
 
-def marks_agree(marks: Collection[int]) -> bool:
-    """Return whether no rank refuses, and all make the same call, from the marks of all ranks.
-
-    A mark is -1 if its rank refuses. Its lowest 6 bits are the number of the dispatcher, which compiled code does not
-    know and sends as 0. So ranks of which only some fell back to eager mode agree. Ranks may differ in
-    ``WANTS_WEIGHTS``.
-    """
-    if min(marks) < 0:
-        return False
-    calls = {mark % WANTS_WEIGHTS for mark in marks}
-    if len(calls) == 1:  # in nearly every call
-        return True
-    dispatchers = {call % MARKED_DISPATCHERS for call in calls} - {0}
-    return len(dispatchers) <= 1 and len({call // MARKED_DISPATCHERS for call in calls}) == 1
-
-
 class Backend(ABC):
     """An open backend. It moves aligned rows between ranks, and knows nothing of models, layouts or padding of tokens.
 
@@ -491,7 +469,7 @@ class Backend(ABC):
                 ``Constraints.exchanges_counts``.
 
         Raises:
-            PeerError: ``marks_agree`` is false for the marks of the ranks. All ranks raise it.
+            PeerError: ``marks.marks_agree`` is false for the marks of the ranks. All ranks raise it.
         """
         return self.dispatch(rows_TD, ids_TK, weights_TK, sizes)
 

@@ -1,4 +1,14 @@
-"""Agree on a call between ranks before rows move: on its sizes, and on who makes it."""
+"""Agree on a call between ranks before rows move: on its sizes, and on who makes it.
+
+A mistake of one rank must end the call on all ranks, so that none waits. Who hears of an invalid id, and when, follows
+from what the ranks exchange anyway; with ``debug``, all hear of it first.
+
+- If the backend exchanges counts: all ranks, before rows travel, by a mark (``backends/marks.py``).
+- If the ranks sum counts when they agree on the sizes of this dispatch (``Channel.num_summed``): all ranks, before rows
+  travel.
+- In graph-safe mode, in which the host does not wait: all ranks, in ``Dispatcher.check``.
+- Otherwise: this rank alone, when its rows have arrived. Its peers wait in their next call.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +21,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch._interceptors import of_thread
-from moe_dispatch.backends.base import MARKED_DISPATCHERS, WANTS_WEIGHTS
-from moe_dispatch.communication import control_device, device_of, digest, raise_alike
+from moe_dispatch.backends import marks
+from moe_dispatch.communication import control_device, device_of, raise_alike
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.dispatchers.trail import UNKNOWN
@@ -54,16 +64,8 @@ def facts_of(dtype: torch.dtype, grad_enabled: bool, repetition: str = "", carri
 
 @lru_cache(maxsize=1024)
 def mark_of(facts: tuple[Any, ...], number: int | None, wants_weights: bool) -> int:
-    """Return the facts, of which this has the arguments, and the number of the dispatcher as a mark.
-
-    ``marks_agree`` compares marks.
-
-    ``number`` is None in compiled code, which does not know its dispatcher. ``wants_weights`` says whether the weights
-    of this rank require grad, which peers learn from the mark.
-    """
-    last = 0 if number is None else 1 + number % (MARKED_DISPATCHERS - 1)
-    call = digest(facts_of(*facts)) * MARKED_DISPATCHERS % WANTS_WEIGHTS + last
-    return call + WANTS_WEIGHTS * wants_weights
+    """Return the mark of a dispatch, as ``marks.encoded`` does. ``facts`` are the arguments of ``facts_of``."""
+    return marks.encoded(facts_of(*facts), number, wants_weights=wants_weights)
 
 
 @lru_cache(maxsize=1024)

@@ -20,7 +20,7 @@ from moe_dispatch.backends.base import Arrived, Route
 from moe_dispatch.backends.wire import Encoded
 from moe_dispatch.communication import HostCopy, raise_alike
 from moe_dispatch.dispatchers.agreement import described, facts_of, leave_untold, mark_of, settle, tell_peers, text_of
-from moe_dispatch.dispatchers.channel import Channel, InvalidIds, Lease, profiler_range
+from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
@@ -140,7 +140,7 @@ class Departed:
         real_rows: int64, the indices of the rows that are sent; None if all are.
         given_TK: The ids of the router, of the rows that are sent.
         outcome: int64 (), what ``valid_ids`` found about them.
-        unread: Copy of ``outcome`` that the host reads when the rows have arrived, if ``InvalidIds.ALONE`` holds.
+        unread: Copy of ``outcome`` that the host reads when the rows have arrived, if no other rank hears of it.
         valid_T: bool, whether each row is a token, if ids of other rows became -1; else None.
         assigned: The expert slots of this dispatch; None if every rank holds its own experts only.
         layer: Number of the layer for the meter, ``Lease.layer``; -1 in compiled code.
@@ -167,7 +167,7 @@ class Departed:
 def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departed:
     """Clean the ids, settle the sizes if the plan has none, pad, and start to send.
 
-    Slots with an invalid id go nowhere. ``InvalidIds`` says who hears of them, and when.
+    Slots with an invalid id go nowhere. ``agreement`` says who hears of them, and when.
 
     Args:
         channel: Channel of the dispatcher.
@@ -180,29 +180,35 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
     """
     config, needs, slots, plan, columns = channel.config, channel.needs, call.slots, call.plan, call.columns
     given = (call.x_TD.dtype, call.grad_enabled, call.repetition, "" if columns is None else columns.text())
-    facts, heard = facts_of(*given), channel.hears_invalid_ids[plan.settled]
+    facts = facts_of(*given)
+    alone = not (needs.exchanges_counts or config.graph_safe) and (plan.settled or not channel.num_summed)
     mark, dispatcher = None, None if call.lease is None else call.lease.number
     told = mark_of(given, channel.trail.folded(dispatcher), call.wants_weights)
     if needs.exchanges_counts:
         mark = told
     given_TK, ids_TK, outcome, assigned = _own_ids(channel, call, mark)
     count, problem = ids_TK.shape[0], partial(problem_of_ids, given_TK, config.num_experts, call.valid_T)
+    # The sizes come first, because everything behind them needs them. This also is the last exchange in which a rank
+    # can refuse the call of a backend that exchanges no counts.
     if config.debug or not plan.settled:
         invalid = outcome if mark is None else None  # with a mark, the outcome is the mark
         plan = settle(channel, plan, facts=facts, lease=call.lease, ids_TK=ids_TK, invalid=invalid, problem=problem)
     if plan.num_chunks > 1:  # all ranks know this number, so all of them raise
         raise needs_chunks(plan, config)
     sizes = plan.sizes
+    # Without the sums of an agreement, the host reads the counts of all rows that arrive, and marks with them.
     if needs.counts_with_sizes and sizes.tokens_per_expert is None:
         sizes = replace(sizes, mark=told)
     if sizes.capacity is not None:
         channel.meter.prepare(call.x_TD.device, call.layer)
         channel.trail.prepare(call.x_TD.device)
+    # A planner sums the rows of all experts over the ranks. It comes before rows are padded, because it changes the
+    # ids, and behind the agreement, in which a rank whose routing is wrong has refused the call.
     if slots is not None and slots.collective:
         assigned = slots.assign(channel, ids_TK)
         ids_TK = assigned.ids_TK
     marks = [] if mark is None else [torch.where(outcome > 0, -1, mark) if config.graph_safe else outcome]
-    unread = HostCopy(outcome) if heard is InvalidIds.ALONE else None
+    unread = HostCopy(outcome) if alone else None
     padded = sizes.padded_rows
     if padded is None:
         padded = count if needs.row_multiple == 1 and count >= needs.min_rows else needs.padded(count)
@@ -210,10 +216,13 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
     if call.real_rows is not None or padded != count:
         x_TD, weights_TK = pad(x_TD, call.real_rows, padded), pad(weights_TK, call.real_rows, padded)
         ids_TK = pad(ids_TK, None, padded, -1)
+    # Carried data is padded as rows are. A backend without packets gathers it here, in front of the rows, when all
+    # ranks are certain to send them.
     if columns is not None:
         sizes = columns.depart(channel, sizes, ids_TK, call.real_rows)
     if call.repetition:
         sizes = replace(sizes, keeps_route=True)
+    # The rows. A backend that exchanges counts does so first, and their marks tell whether all ranks make this call.
     try:
         if async_op or marks:
             arrive = partial(channel.backend.finish, channel.backend.start(x_TD, ids_TK, weights_TK, sizes, *marks))
@@ -222,6 +231,7 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
     except LostPeerError:
         raise
     except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
+        # All ranks come here, because all have read the same marks. Only now do they exchange texts, for one error.
         raise_alike(channel.control, problem(), facts=described(facts, call.lease), of_call=True, label="refusal")
         if (difference := channel.trail.difference("Dispatcher.dispatch", label="refusal")) is not None:
             raise difference from None

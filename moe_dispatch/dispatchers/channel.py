@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum
 from functools import cache
 from typing import Any, NoReturn, TypeVar, final
 
@@ -56,15 +55,6 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
 _NO_RANGE = nullcontext()
 
 
-class InvalidIds(Enum):
-    """Who hears that a rank was given an invalid id, and when. ``debug`` tells all ranks before that."""
-
-    BY_MARK = "all ranks, before rows travel: the rank sends a mark among its counts"
-    BY_SUM = "all ranks, before rows travel: they sum their invalid ids when they agree on sizes"
-    IN_CHECK = "all ranks, in check(): the call is graph-safe, and the host does not wait"
-    ALONE = "this rank, when its rows have arrived; its peers wait in their next call"
-
-
 @final
 class Channel:
     """One backend, open on one group, for one config.
@@ -84,7 +74,6 @@ class Channel:
         agrees_on_rows: Whether the ranks settle sizes with a collective.
         num_summed: Number of counts that ranks sum when they agree on sizes, 0 for none. The first counts invalid ids;
             the others, for a backend that uses them, count the slots that name each expert.
-        hears_invalid_ids: Who hears of an invalid id, by whether the sizes of the dispatch were settled before.
     """
 
     def __init__(
@@ -122,12 +111,6 @@ class Channel:
         knows_slots = self.slots is None or not self.slots.collective  # when ranks agree on sizes
         sums = self.agrees_on_rows and same_device and not config.graph_safe and knows_slots
         self.num_summed = 1 + shape.num_experts * needs.counts_with_sizes if sums else 0
-        late = InvalidIds.IN_CHECK if config.graph_safe else InvalidIds.ALONE
-        self.hears_invalid_ids = {
-            settled: InvalidIds.BY_SUM if sums and not settled else late for settled in (False, True)
-        }
-        if needs.exchanges_counts:
-            self.hears_invalid_ids = dict.fromkeys((False, True), InvalidIds.BY_MARK)
         self.context = BackendContext(
             shape=shape,
             communicator=communicator,
@@ -343,18 +326,21 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     key = (id(process_group), id(control_group), config.digest)
     with _lock:
         lease = Lease(_channels[key], name) if key in _channels else None
-    # Opening is collective. So if one rank must open the channel (its last dispatcher was collected), all ranks do.
+    # First the configs, because ranks whose configs differ may not even know the same backend. Opening is collective,
+    # so if one rank must open the channel (its last dispatcher was collected), all ranks do.
     facts = {**config.canonical, **(agreed or {})}
     (opens,) = raise_alike(control, problem, values=[int(lease is None)], facts=facts, label="build")
     if not opens:
         assert lease is not None
         return _begin(lease)
+    # Then the nodes, on which the constraints of a backend depend.
     nodes = ranks_per_node(control.gather_json(socket.gethostname(), label="build"))
     drawn, problem = _attempt(lambda: _draw(config, communicator, nodes))
     facts = {}
     if drawn is not None:  # constraints may depend on the installed version of the backend's library
         options, _, needs = drawn
         facts = {"backend": options.name, **dataclasses.asdict(needs)}
+    # Then the constraints, before any buffer exists: opening a library on some ranks only would leave them waiting.
     raise_alike(control, problem, facts=facts, label="build")
     assert drawn is not None
     if config.backend_options is None and communicator.rank == 0:
@@ -362,6 +348,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
         reasons = "; ".join(f"{name}: {_why_not(name)}" for name in others)
         logger.info('backend="auto": using %r. Not %s.', drawn[0].name, reasons)
     channel, problem = _attempt(lambda: Channel(config, communicator, control, *drawn))
+    # Last, whether every rank has opened it. A rank that failed must not leave a channel that the others use.
     raise_alike(control, problem, label="build")
     assert channel is not None
     with _lock:

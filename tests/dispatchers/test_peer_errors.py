@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import BSHD, THD, Dispatched, Dispatcher, Routing, Rows, build_dispatcher
-from moe_dispatch.backends.base import MARKED_DISPATCHERS, WANTS_WEIGHTS, marks_agree
+from moe_dispatch.backends.marks import MARKED_DISPATCHERS, WANTS_WEIGHTS, marks_agree
 from moe_dispatch.communication import Communicator, raise_alike
 from moe_dispatch.dispatchers.agreement import mark_of
 from moe_dispatch.dispatchers.checks import ROW_DTYPES

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from moe_dispatch.backends.alltoall.kernels import ByKernels
 from moe_dispatch.backends.base import (
-    WANTS_WEIGHTS,
     Arrived,
     Backend,
     BackendContext,
-    marks_agree,
 )
+from moe_dispatch.backends.marks import WANTS_WEIGHTS, marks_agree
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.wire import Encoded, PacketFormat, back_wire, dispatch_format, packet_format, row_format
 from moe_dispatch.communication import Work, read_host
