@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_dispatch import DispatcherConfig
-from train_fsdp2 import AUXILIARY, EXPERTS, HIDDEN, TOP_K, LanguageModel, clip_gradients, packs, shard
+from moe_dispatch.training import Setup
+from train_fsdp2 import AUXILIARY, EXPERTS, HIDDEN, TOP_K, LanguageModel, packs, shard
 
 mesh = {"copies": 2, "ep": 2}  # one process gets a mesh of 1 x 1
 
@@ -42,7 +43,7 @@ def step(model: LanguageModel, optimizer: torch.optim.Optimizer, batch: list[Any
         loss = F.cross_entropy(logits, targets, reduction="sum") + AUXILIARY * auxiliary
         (loss * dist.get_world_size() / num_real).backward()
         total += loss.detach() / num_real
-    clip_gradients(model, 0.1)
+    Setup().clip(model, 0.1)
     optimizer.step()
     optimizer.zero_grad()
     dist.all_reduce(total)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _composable_state
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch._observers import Observer
@@ -40,6 +41,7 @@ class WrapperObserver(Observer):
     def __init__(self, channel: Channel) -> None:
         self._group = channel.communicator.group
         self._num_held = channel.config.num_experts // channel.shape.ep_size
+        self._told = False
         self._seen: weakref.WeakKeyDictionary[Lease, tuple[bool, int]] = weakref.WeakKeyDictionary()
 
     def combined(self, lease: Lease, rows: Tensor) -> None:
@@ -64,6 +66,16 @@ class WrapperObserver(Observer):
                 UserWarning,
                 stacklevel=4,
             )
+        if not self._told and (alone := _unmanaged_adapters()):
+            self._told = True
+            warnings.warn(
+                f"Dispatcher.combine: fully_shard does not average the gradients of {len(alone)} adapters, which were "
+                f"added after it ({alone[0]}, ...). Ranks start and train them apart. Call start of "
+                "moe_dispatch.training.Setup before the first forward and reduce in each step, or average them "
+                "yourself.",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _by_fsdp(self, lease: Lease, used: dict[int, Any]) -> Iterator[Managed]:
         """Yield what ``fully_shard`` manages of the parameters that the experts used, and of frozen stacks."""
@@ -79,6 +91,20 @@ class WrapperObserver(Observer):
                 if frozen or here in used:
                     name = parameter._param_fqn or parameter._module_info.param_name
                     yield "fully_shard", name, parameter.mesh_info.mesh.mesh.flatten().tolist()
+
+
+def _unmanaged_adapters() -> list[str]:
+    """Return the names of adapters in modules with FSDP2 that it does not manage, and that no Setup has started."""
+    wrapped = {module: reference() for module, reference in _composable_state._module_state_mapping.items()}
+    groups = [group for state in wrapped.values() for group in getattr(state, "_fsdp_param_groups", ()) if group]
+    managed = {id(getattr(of, "_unsharded_param", None)) for group in groups for of in group.fsdp_params}
+    named = {id(p): (name, p) for module in wrapped for name, p in module.named_parameters() if ".lora_" in name}
+    return [
+        name
+        for key, (name, parameter) in named.items()
+        if key not in managed and parameter.requires_grad and not isinstance(parameter, DTensor)
+        if not getattr(parameter, "started_by_setup", False)
+    ]
 
 
 def _lease_of(module: Any) -> Any:
@@ -110,12 +136,11 @@ def _by_ddp(wrapper: Any, used: dict[int, Any]) -> Iterator[Managed]:
 def _by_fsdp1(used: dict[int, Any]) -> Iterator[Managed]:
     """Yield what FullyShardedDataParallel manages. It computes with views of flat parameters, which only it knows."""
     flat: Any = getattr(sys.modules.get("torch.distributed.fsdp._flat_param"), "FlatParameter", None)
-    parameter: Any
     for parameter in used.values():
         if flat is not None and isinstance(parameter, flat):
             for referrer in gc.get_referrers(parameter):
                 handle = referrer if isinstance(referrer, dict) else getattr(referrer, "__dict__", {})
                 if handle.get("flat_param") is parameter and "process_group" in handle:
                     ranks = dist.get_process_group_ranks(handle["process_group"])
-                    for name in parameter._fqns:
+                    for name in getattr(parameter, "_fqns", ()):
                         yield "FullyShardedDataParallel", name, ranks

@@ -23,6 +23,7 @@ def start_alike(table: Table) -> None:
     by_dims = defaultdict[Dims, list[Tensor]](list)
     for name, held in table.items():
         by_dims[held.same].append(local_part(table.tensors[name]))
+        table.tensors[name].started_by_setup = True  # type: ignore[attr-defined]  # so the first forward does not warn of adapters
     for dims, tensors in sorted(by_dims.items()):
         _broadcast(table.axes, tensors, dims)
 

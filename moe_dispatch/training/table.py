@@ -389,8 +389,10 @@ class _Reader:
             base, field = f"{tuner}.base_layer", getattr(self.modules[tuner], "parameter_name", "weight")
             while isinstance(getattr(self.modules[base], "base_layer", None), nn.Module):
                 base += ".base_layer"
-            dispatcher, expert = self._expert(f"{base}.{field}", getattr(self.modules[base], field), ())
-            return dispatcher, -1 if expert is None else expert
+            adapted = getattr(self.modules[base], field, None)
+            if isinstance(adapted, Tensor):
+                dispatcher, expert = self._expert(f"{base}.{field}", adapted, ())
+                return dispatcher, -1 if expert is None and dispatcher is not None else expert
         above = [path for path in self.dispatchers if name.startswith(f"{path}.") or not path]
         kind = next((kind for pattern, kind in self.kinds.items() if fnmatchcase(name, pattern)), None)
         if kind == "dense" or (kind is None and not above):

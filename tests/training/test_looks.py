@@ -37,13 +37,13 @@ class Layer(Dispatcher):
         return sent.grouped_mm(sent.rows, up.to_local() if hasattr(up, "to_local") else up)
 
 
-def said_by(model: nn.Module, *, frozen: bool = False) -> list[str]:
+def said_by(model: nn.Module, *, frozen: bool = False, of: str = "must leave out") -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             x = torch.randn(5, 6, requires_grad=frozen)
             model(x).sum().backward()
-    return [str(warning.message) for warning in caught if "must leave out" in str(warning.message)]
+    return [str(warning.message) for warning in caught if of in str(warning.message)]
 
 
 def looks(rank: int) -> dict[str, list[str]]:
@@ -65,6 +65,14 @@ def looks(rank: int) -> dict[str, list[str]]:
     Setup(mesh).shard(right)
     found["shard"] = said_by(right)
     found["ddp"] = said_by(Setup(mesh).ddp(model()))
+    for setup in (None, Setup(mesh)):
+        adapted = model()
+        Setup(mesh).shard(adapted)
+        adapted[0].base_layer = nn.Linear(6, 6)  # as PEFT wraps a layer
+        adapted[0].lora_A = nn.Linear(6, 6, bias=False)
+        if setup is not None:
+            setup.start(adapted)
+        found[f"adapters, {setup is not None}"] = said_by(adapted, of="adapters")
     late = model()
     found["unwrapped"] = said_by(late)
     fully_shard(late, mesh=mesh["ep"])
@@ -88,4 +96,7 @@ def test_the_first_forward_warns_of_wrappers_that_mix_experts() -> None:
             start = f"Dispatcher.combine: {by} must leave out the parameters of experts, got {number} that it manages ("
             assert said.startswith(start), case
             assert f"{name}) among ranks that hold different experts" in said, case
+        (said,) = found["adapters, False"]
+        assert "fully_shard does not average the gradients of 1 adapters, which were added after it (0.lora_A" in said
+        assert not found["adapters, True"]
         assert not found["shard"] + found["ddp"] + found["unwrapped"]
