@@ -126,10 +126,25 @@ class Communicator:
         start = partial(getattr(group, name), *arguments)
         for observer in self.observers:
             start = partial(observer.collective, label, nbytes, tensor, start)
-        started: Work = start(options)
+        try:
+            started: Work = start(options)
+        except RuntimeError as error:
+            self.explain(error, label)
+            raise
         self.calls[label] += 1
         self.bytes_sent[label] += nbytes
-        return started
+        return _Started(self, label, started)
+
+    def explain(self, error: RuntimeError, label: str) -> None:
+        """Add to an error of the transport which exchange failed, and how to learn the rank that is at fault."""
+        if self.size == 1 or isinstance(error, MoEDispatchError):  # the watchdog says more
+            return
+        error.add_note(
+            f"moe_dispatch: the exchange {label!r} failed on rank {self.rank} of {self.size}, which has started "
+            f"{self.calls[label]} of this kind. Mostly a rank has not come to it: it ended, it left out a layer or a "
+            "backward, or this rank made one call more. Set MOE_DISPATCH_WATCHDOG=60 on every rank, and the error "
+            'names the rank: see "The job hangs" in docs/troubleshooting.md.'
+        )
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, rows_in: Sequence[int], rows_out: Sequence[int], *, label: str
@@ -256,6 +271,25 @@ class Communicator:
         arguments, nbytes = ([everyone] if everyone else [], [mine]), mine.nbytes if self.rank else 0
         self._start("gather", *arguments, tensor=mine, label=label, nbytes=nbytes, options=dist.GatherOptions()).wait()
         return [part[:length].cpu() for part, length in zip(everyone, lengths, strict=True)] if everyone else None
+
+
+@final
+class _Started:
+    """A collective that has started. An error of its transport gets a note from the communicator."""
+
+    __slots__ = ("_communicator", "_label", "_work")
+
+    def __init__(self, communicator: Communicator, label: str, work: Work) -> None:
+        self._communicator, self._label, self._work = communicator, label, work
+
+    def wait(self) -> None:
+        """Wait for the collective; on a GPU only the current stream waits."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._communicator.explain(error, self._label)
+            raise
+        del self._work  # it would keep the received rows in memory
 
 
 _ALONE = Alone()

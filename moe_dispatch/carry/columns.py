@@ -48,7 +48,7 @@ def with_columns(dispatcher: Dispatcher, call: Call, carry: Mapping[str, Tensor]
         error = InputError(
             "Dispatcher.dispatch: again=sent brings what its dispatch carried, as carried. Leave carry out."
         )
-        dispatcher._name_in(error)
+        dispatcher._lease.name_in(error)
         raise error
     return dataclasses.replace(call, columns=CarriedColumns(dispatcher._lease, call.x, carry))
 

@@ -340,7 +340,11 @@ class Dispatch(torch.autograd.Function):
         state.follow("dispatch.backward", grad_RD.device, of=state.number)
         # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
         with profiler_range("dispatch.backward"):
-            grad_TD, grad_TK = state.route.dispatch_backward(grad_RD, grad_R)
+            try:
+                grad_TD, grad_TK = state.route.dispatch_backward(grad_RD, grad_R)
+            except Exception as error:
+                state.lease.name_in(error)
+                raise
         grad_TD = trim(grad_TD, state.real_rows, state.num_rows)
         return grad_TD, None if grad_TK is None else trim(grad_TK, state.real_rows, state.num_rows), None, None
 
@@ -378,7 +382,11 @@ class Combine(torch.autograd.Function):
         with profiler_range("combine.backward"):
             if state.real_rows is not None or state.padded != state.num_rows:
                 grad_TD = pad(grad_TD, state.real_rows, state.padded)
-            return *state.route.combine_backward(grad_TD, rows_RD, weights_R), None, None
+            try:
+                return *state.route.combine_backward(grad_TD, rows_RD, weights_R), None, None
+            except Exception as error:
+                state.lease.name_in(error)
+                raise
 
 
 def double_backward(verb: str) -> StateError:

@@ -217,12 +217,16 @@ class Lease:
                 f"Dispatcher: the dispatcher must be open, got a closed one of backend {self.channel.backend_name!r}. "
                 "Build another with build_dispatcher. [MD10]"
             )
-            if self.name:
-                error.add_note(f"In the dispatcher {self.name!r}.")
+            self.name_in(error)
             raise error
         if self.channel.communicator.observers or self.channel.control.observers:
             self.channel.announce(self.name)
         return self.channel
+
+    def name_in(self, error: Exception) -> None:
+        """Add the dispatcher's name to an error."""
+        if self.name:
+            error.add_note(f"In the dispatcher {self.name!r}.")
 
     def enter_unless_traced(self) -> Channel | None:
         """Return what ``enter`` does; None if torch traces the call, which ``moe_dispatch.compiling`` then runs."""

@@ -166,7 +166,7 @@ class Dispatcher(OwnNames):
                 raise
             return settle(channel, draft)
         except Exception as error:
-            self._name_in(error)
+            self._lease.name_in(error)
             raise
 
     @overload
@@ -255,11 +255,6 @@ class Dispatcher(OwnNames):
         interceptor = of_thread.interceptor
         return make(self, call) if interceptor is None else interceptor.dispatch(self, call)
 
-    def _name_in(self, error: Exception) -> None:
-        """Add the dispatcher's name to an error."""
-        if self.name:
-            error.add_note(f"In the dispatcher {self.name!r}.")
-
     def _layout_in(self, plan: Plan | Layout | None, x: Tensor) -> Layout:
         """Return the layout of a dispatch: the plan's layout, the given layout, or the inferred layout.
 
@@ -306,7 +301,7 @@ class Dispatcher(OwnNames):
                 sent = dataclasses.replace(again, in_graph=rows, weights=weights, state=state)
                 return sent if isinstance(arrived, Tensor) else arrived.added_to(sent, channel.shape.wire_dtype)
         except Exception as error:
-            self._name_in(error)
+            self._lease.name_in(error)
             raise
 
     @final
@@ -365,7 +360,7 @@ class Dispatcher(OwnNames):
         try:
             load_slot_options().place(self._lease, placement, channel.device_of_rows(device))
         except Exception as error:
-            self._name_in(error)
+            self._lease.name_in(error)
             raise
 
     @property
@@ -581,7 +576,7 @@ def make(dispatcher: Dispatcher, call: Call) -> Dispatched | InFlight:
             placement = None if departed.assigned is None else departed.assigned.placement
             return InFlight(placement=placement, finish=once(lease, arrive, x.device))
     except Exception as error:
-        dispatcher._name_in(error)
+        dispatcher._lease.name_in(error)
         raise
 
 
@@ -597,7 +592,7 @@ def bring_back(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor
             y: Tensor = autograd.Combine.apply(rows, weights_R, sent.state, channel)  # type: ignore[no-untyped-call]
             return y
     except Exception as error:
-        dispatcher._name_in(error)
+        dispatcher._lease.name_in(error)
         raise
 
 

@@ -67,13 +67,16 @@ class WatchedCall:
         nbytes: Bytes that the collective sends to other ranks.
         state: "in" while the host is inside, "after starting" before ``wait``, "after", or ``RAISED``.
         since: ``time.monotonic()`` of the last change of the state.
+        is_first: Whether it is the first one with its label on the group.
     """
 
-    __slots__ = ("_on_cpu", "_watch", "_work", "label", "nbytes", "number", "phase", "since", "state")
+    __slots__ = ("_on_cpu", "_watch", "_work", "is_first", "label", "nbytes", "number", "phase", "since", "state")
 
     def __init__(self, watch: Watch, number: int, label: str, nbytes: int) -> None:
         self._watch, self.number, self.label, self.nbytes = watch, number, label, nbytes
         self.phase = f"{label}{f' of {watch.layer!r}' if watch.layer else ''} (call {number})"
+        self.is_first = label not in watch.labels
+        watch.labels.add(label)
         self.move("in" if number else "after")
 
     def move(self, state: str) -> None:
@@ -168,6 +171,7 @@ class Watch(CollectiveObserver):
         layer: Name of the dispatcher that makes the next calls.
         call: The last call that this rank started.
         finished: The last call that is known to have completed.
+        labels: Labels of the calls so far.
         raised: Description of the last call that this rank left by an error of its own; empty if there is none.
         error: Text of the error by which this rank has refused a call since; empty if it has not.
 
@@ -178,6 +182,7 @@ class Watch(CollectiveObserver):
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
         self.seconds = seconds
         self.layer = self.raised = self.error = ""
+        self.labels: set[str] = set()
         self.call = self.finished = WatchedCall(self, 0, "", 0)
         self._group = weakref.ref(group)
         inside = real_group(group)
@@ -247,7 +252,7 @@ class Watch(CollectiveObserver):
         self._asked.set()
         self._wake.set()
         self._answered.wait(3.5 * self._beat_seconds)
-        return self._text(call, self._notes)
+        return self._text(call, self._notes) + _of_first_call(call, self._notes)
 
     def stop(self) -> None:
         """Write that this rank ended, and end the thread. The host of the store waits two beats for others."""
@@ -293,7 +298,7 @@ class Watch(CollectiveObserver):
         self._notes = [None if values is None else RankNote(*values) for values in json.loads(told)]
         self._answered.set()
         if (call := self._overdue()) is not None:
-            logger.error("%s", self._text(call, self._notes))
+            logger.error("%s", self._text(call, self._notes) + _of_first_call(call, self._notes))
 
     def _end(self) -> None:
         self._write(ended=not self._host_ended)
@@ -384,6 +389,17 @@ def _rank_names(group: dist.ProcessGroup) -> list[str]:
     with suppress(KeyError, ValueError, RuntimeError):
         return [str(rank) for rank in dist.get_process_group_ranks(real_group(group))]
     return []
+
+
+def _of_first_call(call: WatchedCall, notes: Notes) -> str:
+    """Return a sentence for the first call of a kind, before which a rank that is alive may compile; else nothing."""
+    is_computing = any(note and note.alive and not note.ended and note.state != "in" for note in notes)
+    if not (call.is_first and is_computing):
+        return ""
+    return (
+        f" It is the first {call.label!r} on this group: before it, a rank may compile kernels for minutes. If it "
+        "does, raise watchdog."
+    )
 
 
 def _late(notes: Notes) -> list[int]:

@@ -183,7 +183,7 @@ def dispatch_on(log: Log, kept: Kept, dispatcher: Dispatcher, call: Call) -> Dis
         assert kept.sent is not None
         return InFlight(placement=kept.sent.placement, finish=once(dispatcher._lease, finish, x.device))
     except Exception as error:
-        dispatcher._name_in(error)
+        dispatcher._lease.name_in(error)
         raise
 
 

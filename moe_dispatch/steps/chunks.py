@@ -190,7 +190,7 @@ def _settle(
             whole = settle(channel, whole, facts=facts, lease=dispatcher._lease)
         return x_TD, whole, real_rows, valid_T
     except Exception as error:
-        dispatcher._name_in(error)
+        dispatcher._lease.name_in(error)
         raise
 
 
