@@ -529,22 +529,22 @@ def read_host(tensor: Tensor) -> list[Any]:
 
 @final
 class HostCopy:
-    """Copy a number from a device to the host while the device goes on, and read it later.
+    """Copy integers from a device to the host while the device goes on, and read them later.
 
     ``read`` waits only for the copy. If the host has waited for later work of the device in between, the copy is done
     and ``read`` does not wait. So ``moe_dispatch_testing.count_host_syncs`` does not count it.
     """
 
-    def __init__(self, number: Tensor) -> None:
+    def __init__(self, integers: Tensor) -> None:
         # A copy from a GPU goes to pinned memory, so the host does not wait for it.
-        self._number = number.to(torch.device("cpu"), non_blocking=True)
+        self._integers = integers.to(torch.device("cpu"), non_blocking=True)
         self._copied: torch.cuda.Event | None = None
-        if number.is_cuda:
+        if integers.is_cuda:
             self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(number.device))
+            self._copied.record(torch.cuda.current_stream(integers.device))
 
-    def read(self) -> int:
-        """Return the number."""
+    def read(self) -> Any:
+        """Return the integer, or a list of them if the tensor has dimensions."""
         if self._copied is not None:
             self._copied.synchronize()
-        return int(self._number)
+        return self._integers.tolist()

@@ -25,10 +25,10 @@ from moe_dispatch.dispatchers.agreement import settle
 from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, bring_back
-from moe_dispatch.errors import StateError
+from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.recompute.differences import report
 from moe_dispatch.recompute.left_out import Watch, leave_out
-from moe_dispatch.recompute.nesting import Place, checkpoints_between
+from moe_dispatch.recompute.nesting import Asker, Place, asker_in, checkpoints_between
 from moe_dispatch.recompute.routes import Kept, Log, dispatch_anew, dispatch_on, refuse
 from moe_dispatch.types import Dispatched, InFlight, Plan
 
@@ -43,9 +43,9 @@ def keep_routes(context_fn: Callable[[], Contexts] | None = None, *, only_added:
 
     A recomputation then neither exchanges counts nor waits for the device, and experts get the rows of the forward, in
     the same order. The last combine of the call is left out, if on no rank the checkpoint saves a tensor behind it. The
-    ids that the router chooses in the recomputation must be those of the forward, because the backward of the router
-    uses them. They are compared: in eager mode the backward raises InputError on every rank, and in graph-safe mode
-    ``Dispatcher.check`` does. ``keep_ids`` gives the router the ids of the forward.
+    ids and weights that the router chooses in the recomputation must be those of the forward, because the backward of
+    the router uses them. They are compared: in eager mode the backward raises InputError on every rank, and in
+    graph-safe mode ``Dispatcher.check`` does. ``keep_ids`` gives the router the ids of the forward.
 
     Use it with ``use_reentrant=False``, on all ranks or on none. A dispatch that ``torch.compile`` or a policy of
     selective checkpointing records is made by an operator, and not by this function.
@@ -63,13 +63,13 @@ def keep_routes(context_fn: Callable[[], Contexts] | None = None, *, only_added:
     Returns:
         The context of the forward and the context of its recomputations.
 
-    Cost: a dispatch keeps its ids in 2 bytes (4 with more than 32,767 experts), the weight of each row of the experts,
-    and its route, which the autograd graph of the forward holds anyway. A backward with recomputed eager dispatches
-    ends with one small all-reduce on the control group for each channel, and a host sync. If the control group is on
-    the CPU, or with ``debug``, each recomputed dispatch has a small all-reduce too; otherwise the first one of a
-    backward has it without ``only_added``, which is a host sync. In graph-safe mode nothing waits for the device and
-    no rank asks another one, so without ``only_added`` the last combine is repeated if there are several ranks. What a
-    dispatch carried is kept too.
+    Cost: a dispatch keeps its ids in 2 bytes (4 with more than 32,767 experts), its weights if the router is trained,
+    the weight of each row of the experts, and its route, which the autograd graph of the forward holds anyway. A
+    backward with recomputed eager dispatches ends with one small all-reduce on the control group for each channel, and
+    a host sync. If the control group is on the CPU, or with ``debug``, each recomputed dispatch has a small all-reduce
+    too; otherwise the first one of a backward has it without ``only_added``, which is a host sync. In graph-safe mode
+    nothing waits for the device and no rank asks another one, so without ``only_added`` the last combine is repeated if
+    there are several ranks. What a dispatch carried is kept too.
     """
     log = Log(only_added=only_added)
     contexts: Contexts = (_Entered(Keeping, log), _Entered(Repeating, log))
@@ -118,15 +118,34 @@ def keep_ids(topk_ids: Tensor) -> Tensor:
         ids = keep_ids(scores.topk(top_k).indices)
         weights = scores.gather(1, ids)
 
-    A router that would choose otherwise in a recomputation then has the gradients of its forward. It may do so because
-    of noise without a saved seed, or of ties. Outside a call that ``keep_routes`` or ``keep_routes_of`` checkpoints,
-    and in compiled code, nothing happens.
+    A router that would choose otherwise in a recomputation, because of ties or of noise without a saved seed, then has
+    the gradients of its forward. The weights must be those of the forward too. They are compared, and reported as ids
+    are, if they differ by more than the rounding of x, ``sqrt(eps)`` of the largest weight of the row. So noise that
+    reaches the weights, such as jitter of the router's input, is kept in the same way:
+    ``noise = keep_ids(torch.randn_like(scores))``.
+
+    A recomputation must call it as its forward does: as often, in the same modules, with the same shapes. Otherwise
+    every rank gets an InputError, as of other ids. Outside a call that ``keep_routes`` or ``keep_routes_of``
+    checkpoints, and in compiled code, nothing happens.
+
+    Args:
+        topk_ids: The ids, or noise, in any shape and dtype.
+
+    Raises:
+        InputError: ``topk_ids`` requires grad. Or the recomputation calls it otherwise than its forward, and no
+            dispatch can tell the other ranks.
 
     Cost: the checkpoint keeps ``topk_ids``.
     """
-    if torch.compiler.is_compiling() or not isinstance(of_thread.interceptor, Way):
+    way = of_thread.interceptor
+    if torch.compiler.is_compiling() or not isinstance(way, Way):
         return topk_ids
-    return of_thread.interceptor.ids(topk_ids)
+    if topk_ids.requires_grad:
+        raise InputError(
+            "keep_ids: what is kept must not require grad, got a tensor that does. Pass ids, or noise, and compute the "
+            "weights from them."
+        )
+    return way.ids(topk_ids, asker_in(way.place, topk_ids))
 
 
 class Way(Interceptor):
@@ -166,12 +185,13 @@ class Way(Interceptor):
         for owner, name in found:
             if not hasattr(owner, "routes"):
                 owner.routes = Log()
-                owner.routes.begin(owner if name == "recompute_fn" else None)
+                is_reentrant = name != "recompute_fn"
+                owner.routes.begin(None if is_reentrant else owner, recorded=not is_reentrant)
                 setattr(owner, name, _repeated(getattr(owner, name), owner.routes))
         return [owner.routes for owner, _ in found]
 
     @abstractmethod
-    def ids(self, topk_ids: Tensor) -> Tensor:
+    def ids(self, topk_ids: Tensor, asker: Asker) -> Tensor:
         """Do what ``keep_ids`` says."""
 
 
@@ -181,7 +201,7 @@ class Keeping(Way):
 
     def __init__(self, log: Log) -> None:
         super().__init__(log)
-        log.begin(self.place.frame if self.place.grad_enabled else None)
+        log.begin(self.place.frame if self.place.grad_enabled else None, recorded=self.place.grad_enabled)
 
     def dispatch(self, dispatcher: Dispatcher, call: Call) -> Dispatched | InFlight:
         lease = dispatcher._lease
@@ -215,10 +235,10 @@ class Keeping(Way):
     def latest(self, lease: Lease) -> Kept:
         return self.log.kept[lease][-1]
 
-    def ids(self, topk_ids: Tensor) -> Tensor:
+    def ids(self, topk_ids: Tensor, asker: Asker) -> Tensor:
         if isinstance(self.outer, Way):
-            topk_ids = self.outer.ids(topk_ids)
-        kept = topk_ids.clone()  # the caller may change them in place
+            topk_ids = self.outer.ids(topk_ids, asker)
+        kept = asker, topk_ids.clone()  # the caller may change them in place
         for log in (self.log, *self.logs_inside()):
             log.ids.append(kept)
         return topk_ids
@@ -226,12 +246,28 @@ class Keeping(Way):
 
 @final
 class Repeating(Way):
-    """A recomputation of a checkpointed call. It starts at the first entry of the log."""
+    """A recomputation of a checkpointed call. It starts at the first entry of the log.
+
+    Attributes:
+        next: The number of dispatches so far of each dispatcher.
+        next_plan: The number of plans so far on each channel.
+        next_ids: The number of calls of ``keep_ids`` so far that were as in the forward.
+        combines: The number of combines so far.
+        reports: The dispatchers whose ranks compare at the end of the backward what they have found.
+        problem: The error of a call of ``keep_ids`` that was not as in the forward.
+        decides: Whether dispatches get their routes from this way, and not from one inside of it for the same call.
+        watch: What watches the result of a combine that was left out; None without ``only_added``.
+    """
 
     def __init__(self, log: Log) -> None:
         super().__init__(log)
         self.next, self.next_plan = Counter[Lease](), Counter[Channel]()
         self.next_ids = self.combines = 0
+        self.reports: list[Lease] = []
+        self.problem: InputError | None = None
+        self.decides = True
+        if isinstance(self.outer, Repeating):  # its log is of the same call
+            self.outer.decides = False
         self.watch = Watch() if log.only_added else None
 
     def dispatch(self, dispatcher: Dispatcher, call: Call) -> Dispatched | InFlight:
@@ -244,7 +280,9 @@ class Repeating(Way):
             kept = all_kept[number]
             for log in self.logs_inside():
                 log.add(lease, kept)
-            return dispatch_on(self.log, kept, dispatcher, call)
+            sent = dispatch_on(self.log, kept, dispatcher, call, problem_before=self.problem)
+            self.reports.append(lease)
+            return sent
 
     def combine(self, dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor:
         self.combines += 1
@@ -253,7 +291,8 @@ class Repeating(Way):
             if self.log.leaves_out and self.combines == self.log.combines:
                 if self.watch is not None and not self.next[lease]:
                     # No dispatch of this call lets ranks compare at the end what they have found.
-                    report(dispatcher, rows.new_zeros((), dtype=torch.int64))
+                    report(lease, rows.new_zeros(2, dtype=torch.int64), self.problem)
+                    self.reports.append(lease)
                 y = leave_out(dispatcher, rows, sent, self.watch)
             else:
                 y = bring_back(dispatcher, rows, sent)
@@ -275,13 +314,40 @@ class Repeating(Way):
     def latest(self, lease: Lease) -> Kept:
         return self.log.kept[lease][self.next[lease] - 1]
 
-    def ids(self, topk_ids: Tensor) -> Tensor:
-        number, self.next_ids = self.next_ids, self.next_ids + 1
-        if number < len(self.log.ids) and self.log.ids[number].shape == topk_ids.shape:
-            topk_ids = self.log.ids[number]  # else the dispatch that follows finds out
+    def ids(self, topk_ids: Tensor, asker: Asker) -> Tensor:
+        number, its = self.next_ids, self.log.ids
+        if number < len(its) and its[number][0] == asker:
+            self.next_ids, topk_ids = number + 1, its[number][1]
+        elif not self._asks_only_with_gradients(asker):
+            wanted = f"be that of its forward, {its[number][0]}" if number < len(its) else f"follow {number} at most"
+            self.refuse(f"call {number + 1} in a recomputation must {wanted}, got {asker}", topk_ids.device)
         for log in self.logs_inside():
-            log.ids.append(topk_ids)
+            log.ids.append((asker, topk_ids))
         return topk_ids.clone()
+
+    def _asks_only_with_gradients(self, asker: Asker) -> bool:
+        """Return whether the router chooses here only where gradients are recorded, so not in a reentrant forward.
+
+        Megatron's routers do so for auxiliary losses.
+        """
+        if not asker.site or self.log.recorded or not self.place.grad_enabled:
+            return False
+        return all((other.router, other.site) != (asker.router, asker.site) for other, _ in self.log.ids)
+
+    def refuse(self, text: str, device: torch.device) -> None:
+        """Tell all ranks of a call of ``keep_ids`` that is not that of the forward, with the dispatches of this way."""
+        if self.problem is None:
+            self.problem = InputError(f"keep_ids: {text}. Checkpoint a function that does the same each time.")
+            for lease in self.reports:
+                report(lease, torch.zeros(2, dtype=torch.int64, device=device), self.problem)
+
+    def end(self) -> None:
+        """Compare the calls of ``keep_ids`` with those of the forward, when the recomputation has ended by itself."""
+        if self.decides and self.next_ids < (number := len(self.log.ids)):
+            text = f"a recomputation must make all {number} calls of its forward, got {self.next_ids}"
+            self.refuse(text, self.log.ids[0][1].device)
+        if self.problem is not None and not self.reports:
+            raise self.problem
 
 
 def _repeated(function: Callable[Parameters, Result], log: Log) -> Callable[Parameters, Result]:
@@ -343,8 +409,12 @@ class _Entered(AbstractContextManager[None]):
         of_thread.interceptor = outer = way.outer
         if isinstance(outer, Way):
             outer.inner = None
-        if isinstance(way, Repeating) and way.watch is not None:
+        if not isinstance(way, Repeating):
+            return
+        if way.watch is not None:
             way.watch.__exit__()
+        if error[0] is None:
+            way.end()
 
 
 @final

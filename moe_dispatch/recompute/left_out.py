@@ -84,7 +84,7 @@ class Watch(saved_tensors_hooks):
             f"to other tensors, got a function that saves what is computed from it by "
             f"{type(tensor.grad_fn).__name__}. Leave only_added out."
         )
-        report(self.dispatcher, torch.zeros((), dtype=torch.int64, device=tensor.device), error)
+        report(self.dispatcher._lease, torch.zeros(2, dtype=torch.int64, device=tensor.device), error)
 
     def __exit__(self, *error: object) -> None:
         self.combine = None

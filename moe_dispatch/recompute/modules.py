@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, final
@@ -12,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from moe_dispatch._interceptors import of_thread
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.recompute.contexts import Way, keep_ids, keep_routes_of
+from moe_dispatch.recompute.contexts import Way, keep_routes_of
+from moe_dispatch.recompute.nesting import Asker, site_below
 
 # Attributes that hold a checkpointing function: in torch's CheckpointWrapper, and in layers of transformers.
 _CHECKPOINT_FUNCTIONS = ("checkpoint_fn", "_gradient_checkpointing_func")
@@ -86,30 +88,54 @@ class KeepingCheckpoint:
 
 @final
 class KeepingRouter:
-    """The forward of a router, whose ``torch.topk`` returns the ids of the forward in a recomputation."""
+    """The forward of a router, whose ``torch.topk`` returns the ids of the forward in a recomputation.
+
+    Each ``topk`` is told from the others by its line in the router's code. A router may have some that it calls only
+    where gradients are recorded, such as for an auxiliary loss. A reentrant forward has no ids for these, so they stay
+    as they are.
+    """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
 
     def __get__(self, router: nn.Module, _: type) -> Callable[..., Any]:
         """Bind it, if it is the method of a class."""
-        return partial(self, router)
+        return partial(self._run, router, router)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        router = getattr(self.forward, "__self__", None)
+        return self._run(router if isinstance(router, nn.Module) else self, *args, **kwargs)
+
+    def _run(self, router: object, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not isinstance(of_thread.interceptor, Way):
             return self.forward(*args, **kwargs)
-        with _KeptTopK():
+        with _KeptTopK(router):
             return self.forward(*args, **kwargs)
 
 
 @final
 class _KeptTopK(TorchFunctionMode):
+    """While it is entered, ``torch.topk`` returns the ids of the forward.
+
+    Args:
+        router: Stands for the router that runs.
+    """
+
+    def __init__(self, router: object) -> None:
+        super().__init__()
+        self._router = weakref.ref(router)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (torch.topk, Tensor.topk):
             return func(*args, **(kwargs or {}))
         with torch.no_grad():
             chosen = func(*args, **(kwargs or {}))
         call = dict(zip(("input", "k", "dim"), args, strict=False)) | (kwargs or {})
-        ids = keep_ids(chosen.indices)
+        ids, way = chosen.indices, of_thread.interceptor
+        if isinstance(way, Way):
+            ids = way.ids(ids, Asker(self._router, site_below(_ROUTER), ids.shape, ids.dtype))
         # The forward and the recomputation do the same, so that they save the same tensors.
         return torch.return_types.topk((call["input"].gather(call.get("dim", -1), ids), ids))
+
+
+_ROUTER = KeepingRouter._run.__code__

@@ -28,7 +28,7 @@ from moe_dispatch.layouts import Layout
 from moe_dispatch.layouts.base import is_host
 from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.recompute.differences import report
-from moe_dispatch.recompute.nesting import Place
+from moe_dispatch.recompute.nesting import Asker, Place
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
 
 _MANY_EXPERTS = torch.iinfo(torch.int16).max
@@ -42,12 +42,14 @@ class Kept:
     Attributes:
         dtype: Dtype of its x.
         ids: The ids of the rows that were sent, (T, K) in 16 or 32 bits; -1 in rows that are no tokens.
+        weights: The weights of the router, (T, K); None if recomputations have no gradients of them.
         recorded: Whether gradients were recorded. In the forward of a reentrant checkpoint they are not.
         sent: Its result without rows; None while they travel.
     """
 
     dtype: torch.dtype
     ids: Tensor
+    weights: Tensor | None
     recorded: bool
     sent: Dispatched | None = None
 
@@ -61,7 +63,8 @@ class Log:
         told: Text that is added to the grad mode of a dispatch, which ranks compare.
         kept: The dispatches of each dispatcher.
         plans: What ranks agreed on for each plan on a channel, by field; None for one that is settled again.
-        ids: The results of ``keep_ids``.
+        ids: Who has called ``keep_ids``, in order, and the results.
+        recorded: Whether gradients are recorded in the forward.
         combines: Number of combines.
         leaves_out: Whether recomputations leave out the last combine: by ``only_added``, or because on all ranks they
             stop there.
@@ -72,13 +75,15 @@ class Log:
         self.told = ", and a recomputation takes the same route" + " without its last combine" * only_added
         self.kept: dict[Lease, list[Kept]] = {}
         self.plans: dict[Channel, list[dict[str, Any] | None]] = {}
-        self.ids: list[Tensor] = []
+        self.ids: list[tuple[Asker, Tensor]] = []
+        self.recorded = True
         self.combines, self.leaves_out = 0, only_added
         self._frame: weakref.ref[Any] | None = None
         self._last: tuple[Channel, int] | None = None
 
-    def begin(self, frame: _CheckpointFrame | None) -> None:
+    def begin(self, frame: _CheckpointFrame | None, *, recorded: bool) -> None:
         """Note the record of the checkpointed call. It is not kept alive, because it holds this log."""
+        self.recorded = recorded
         self._frame = None if frame is None else weakref.ref(frame)
 
     def add(self, lease: Lease, kept: Kept) -> None:
@@ -115,9 +120,11 @@ def dispatch_anew(dispatcher: Dispatcher, call: Call) -> tuple[Kept, Dispatched 
     """Make a dispatch, and keep its route."""
     arriving, layout = make(dispatcher, call), dispatcher._layout_in(call.plan, call.x)
     assert call.routing is not None
+    weights = call.routing.topk_weights
     kept = Kept(
         dtype=call.x.dtype,
         ids=_narrow(_ids_of_tokens(call.routing, layout, call.plan), dispatcher.config.num_experts),
+        weights=weights.detach().clone() if weights.requires_grad or not torch.is_grad_enabled() else None,
         recorded=torch.is_grad_enabled(),
     )
 
@@ -142,8 +149,12 @@ def dispatch_anew(dispatcher: Dispatcher, call: Call) -> tuple[Kept, Dispatched 
     return kept, InFlight(placement=arriving.placement, finish=lambda: arrived(arriving.wait()))
 
 
-def dispatch_on(log: Log, kept: Kept, dispatcher: Dispatcher, call: Call) -> Dispatched | InFlight:
+def dispatch_on(
+    log: Log, kept: Kept, dispatcher: Dispatcher, call: Call, *, problem_before: InputError | None
+) -> Dispatched | InFlight:
     """Send x along the route of ``kept``, an earlier dispatch of the dispatcher in the log.
+
+    If the recomputation has had a problem before, it is reported with the dispatch.
 
     Raises:
         InputError: The call is not that of the forward. Raised on every rank if the control group is on the CPU, or
@@ -177,7 +188,7 @@ def dispatch_on(log: Log, kept: Kept, dispatcher: Dispatcher, call: Call) -> Dis
         assert checked is not None
         with profiler_range("dispatch"):
             finish = _send(kept, channel, *checked)
-        report(dispatcher, (_narrow(checked[2], channel.config.num_experts) != kept.ids).sum(), other)
+        report(dispatcher._lease, _differences(kept, *checked[1:], channel), other or problem_before)
         if not call.async_op:
             return finish()
         assert kept.sent is not None
@@ -285,6 +296,23 @@ def _difference(
         f"{kept.dtype} {tuple(state.shape)} in {state.layout!r}, got {x.dtype} {tuple(x.shape)} in {layout!r}. Pass "
         "what belongs to the micro-batch as arguments of the checkpointed function."
     )
+
+
+def _differences(kept: Kept, routing: Routing, ids_TK: Tensor, channel: Channel) -> Tensor:
+    """Return the numbers of other ids and of other weights than in the forward, int64 (2,). No host sync.
+
+    Weights may differ by rounding, if what comes before the router is not computed bit for bit alike.
+    """
+    is_other = _narrow(ids_TK, channel.config.num_experts) != kept.ids
+    weights_TK, kept_TK = routing.topk_weights.detach(), kept.weights
+    if kept_TK is None or not routing.topk_weights.requires_grad:
+        return torch.stack([is_other.sum(), is_other.new_zeros((), dtype=torch.int64)])
+    kind = weights_TK.device.type
+    dtypes = [kept.dtype, weights_TK.dtype, *[torch.get_autocast_dtype(kind)] * torch.is_autocast_enabled(kind)]
+    rounding = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+    limit_T1 = kept_TK.abs().amax(1, keepdim=True) * rounding
+    differs = ((weights_TK - kept_TK).abs() > limit_T1) & (kept.ids >= 0) & ~is_other
+    return torch.stack([is_other.sum(), differs.sum()])
 
 
 def _compare_carried(kept: Kept, dispatcher: Dispatcher, call: Call) -> None:

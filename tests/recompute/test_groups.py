@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,7 @@ TWO, THREE, NESTED = [(0, 1), (1, 2)], [(0, 1), (1, 2), (2, 3)], [(0, 1), (0, 1,
 
 
 def layers_of(
-    rank: int, members: list[tuple[int, ...]], stores: list[HashStore], fields: dict[str, Any]
+    rank: int, members: Sequence[tuple[int, ...]], stores: list[HashStore], fields: dict[str, Any]
 ) -> list[Layer]:
     """The layers of a rank, each with a group of its own."""
     found = []
@@ -39,7 +40,7 @@ def layers_of(
     [(members, on) for members in (TWO, THREE, NESTED, THREE[::-1]) for on in range(1 + max(map(max, members)))],
     ids=str,
 )
-def test_all_groups_hear_of_a_mistake_on_one_rank(members: list[tuple[int, ...]], on: int, how: str) -> None:
+def test_all_groups_hear_of_a_mistake_on_one_rank(members: Sequence[tuple[int, ...]], on: int, how: str) -> None:
     size = 1 + max(map(max, members))
     stores = [HashStore() for _ in members]
 
