@@ -42,6 +42,8 @@ def under_fsdp(
 ) -> FSDPModule:
     """Shard a model over the ranks along dimensions. ``Setup.shard`` has the arguments."""
     axes, modules = table.axes, dict(model.named_modules())
+    if axes.mesh is None:
+        raise ConfigError("Setup.shard: fully_shard needs torch.distributed and the mesh. Pass Setup(mesh).")
     start_alike(table)
     ranks = flat_mesh(axes, tuple(dim for dim in dims if dim not in replicate))
     if replicate:
