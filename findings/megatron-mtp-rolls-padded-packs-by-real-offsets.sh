@@ -11,6 +11,7 @@ trap 'rm -rf "$folder"' EXIT
 python=$folder/venv/bin/python
 "$python" -m pip install --quiet --no-compile --disable-pip-version-check torch==2.13.0
 "$python" -m pip install --quiet --no-compile --disable-pip-version-check numpy packaging
+"$python" -m pip install --quiet --no-compile --disable-pip-version-check --no-deps triton==3.7.1
 "$python" -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --ignore-requires-python megatron-core==0.19.2
 cat > "$folder/seen.py" <<'END'
 from importlib.metadata import version
