@@ -2,7 +2,8 @@
 
 A mark is -1 if its rank refuses the call. Otherwise it is ``WANTS_WEIGHTS * w + 64 * facts + dispatcher``. Here ``w``
 is 1 if the weights of the rank require grad, ``facts`` are 15 bits of a digest of what must be equal on all ranks, and
-``dispatcher`` is 1 + the number of the dispatcher modulo 63, or 0 if the rank does not know it, as in compiled code.
+``dispatcher`` is 1 to 63 for the dispatcher and its calls so far (``Trail.marked``), or 0 if the rank does not know it,
+as in compiled code.
 """
 
 from __future__ import annotations
@@ -19,16 +20,14 @@ WANTS_WEIGHTS = 2**21
 """Added to the mark of a rank whose weights require grad."""
 
 
-def encoded(facts: Mapping[str, Any], number: int | None, *, wants_weights: bool) -> int:
-    """Return the mark of a call.
+def encoded(facts: Mapping[str, Any], *, wants_weights: bool) -> int:
+    """Return the mark of a call whose dispatcher is not known.
 
     Args:
         facts: What must be equal on all ranks, by name.
-        number: Number of the dispatcher, or None if it is not known.
         wants_weights: Whether the weights of this rank require grad.
     """
-    dispatcher = 0 if number is None else 1 + number % (MARKED_DISPATCHERS - 1)
-    return digest(facts) * MARKED_DISPATCHERS % WANTS_WEIGHTS + dispatcher + WANTS_WEIGHTS * wants_weights
+    return digest(facts) * MARKED_DISPATCHERS % WANTS_WEIGHTS + WANTS_WEIGHTS * wants_weights
 
 
 def marks_agree(marks: Collection[int]) -> bool:

@@ -63,9 +63,9 @@ def facts_of(dtype: torch.dtype, grad_enabled: bool, repetition: str = "", carri
 
 
 @lru_cache(maxsize=1024)
-def mark_of(facts: tuple[Any, ...], number: int | None, wants_weights: bool) -> int:
+def mark_of(facts: tuple[Any, ...], wants_weights: bool) -> int:
     """Return the mark of a dispatch, as ``marks.encoded`` does. ``facts`` are the arguments of ``facts_of``."""
-    return marks.encoded(facts_of(*facts), number, wants_weights=wants_weights)
+    return marks.encoded(facts_of(*facts), wants_weights=wants_weights)
 
 
 @lru_cache(maxsize=1024)

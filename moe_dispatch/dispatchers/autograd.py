@@ -58,10 +58,6 @@ class State:
     route: Route
     number: int = 0
 
-    def follow(self, verb: str, device: torch.device, *, of: int) -> int:
-        """Note a call on the trail of the channel, before it exchanges anything, and return its number."""
-        return self.lease.channel.trail.follow(verb, device, of=of, dispatcher=self.lease.number)
-
     def changed(self, **changes: Any) -> State:
         """Return a state with other values. It is no dataclass for ``dataclasses.replace``."""
         return State(**{name: getattr(self, name) for name in self.__slots__} | changes)
@@ -183,7 +179,7 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
     facts = facts_of(*given)
     alone = not (needs.exchanges_counts or config.graph_safe) and (plan.settled or not channel.num_summed)
     mark, dispatcher = None, None if call.lease is None else call.lease.number
-    told = mark_of(given, channel.trail.folded(dispatcher), call.wants_weights)
+    told = channel.trail.marked(mark_of(given, call.wants_weights), dispatcher)
     if needs.exchanges_counts:
         mark = told
     given_TK, ids_TK, outcome, assigned = _own_ids(channel, call, mark)
@@ -336,8 +332,9 @@ class Dispatch(torch.autograd.Function):
             raise double_backward("dispatch")
         if type(grad_RD) is not Tensor:
             check_plain("Dispatcher.dispatch", gradient=grad_RD)
-        state.lease.channel.announce(state.lease.name)
-        state.follow("dispatch.backward", grad_RD.device, of=state.number)
+        lease = state.lease
+        lease.channel.announce(lease.name)
+        lease.channel.trail.follow("dispatch.backward", grad_RD.device, of=state.number, dispatcher=lease.number)
         # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
         with profiler_range("dispatch.backward"):
             try:
@@ -359,7 +356,8 @@ class Combine(torch.autograd.Function):
     def forward(ctx: Any, rows_RD: Tensor, weights_R: Tensor, state: State, channel: Channel) -> Tensor:
         ctx.state, ctx.channel = state, channel
         applied = channel.config.weights == "combine"
-        ctx.number = state.follow("combine", rows_RD.device, of=state.number)
+        lease = state.lease
+        ctx.number = channel.trail.follow("combine", rows_RD.device, of=state.number, dispatcher=lease.number)
         ctx.save_for_backward(
             weights_R, rows_RD if applied and state.wants_weights and ctx.needs_input_grad[1] else None
         )
@@ -376,9 +374,10 @@ class Combine(torch.autograd.Function):
             check_plain("Dispatcher.combine", gradient=grad)
         (weights_R, rows_RD), state = ctx.saved_tensors, ctx.state
         grad_TD = grad.reshape(state.num_rows, grad.shape[-1])
-        state.lease.channel.announce(state.lease.name)
+        lease = state.lease
+        lease.channel.announce(lease.name)
         weights_R = weights_R if ctx.channel.config.weights == "combine" else None
-        state.follow("combine.backward", grad.device, of=ctx.number)
+        lease.channel.trail.follow("combine.backward", grad.device, of=ctx.number, dispatcher=lease.number)
         with profiler_range("combine.backward"):
             if state.real_rows is not None or state.padded != state.num_rows:
                 grad_TD = pad(grad_TD, state.real_rows, state.padded)

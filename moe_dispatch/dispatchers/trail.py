@@ -13,6 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from moe_dispatch.backends.marks import MARKED_DISPATCHERS
 from moe_dispatch.communication import Communicator, digest, raise_alike, ranks_by_value
 from moe_dispatch.dispatchers.meter import Meter
 from moe_dispatch.errors import InputError
@@ -111,9 +112,11 @@ class Trail:
         if most not in (-least, UNKNOWN):
             compare(facts={"the call": _text(what, of)})
 
-    def folded(self, dispatcher: int | None) -> int | None:
-        """Return the number of a dispatcher, mixed with the calls so far; None if one of them is not known."""
-        return None if dispatcher is None or not self.known else dispatcher + self.told
+    def marked(self, mark: int, dispatcher: int | None) -> int:
+        """Return the mark of a call with its dispatcher and the calls so far, if all of them are known."""
+        if dispatcher is None or not self.known:
+            return mark
+        return mark + 1 + (dispatcher + (self.value >> 25)) % (MARKED_DISPATCHERS - 1)
 
     @property
     def told(self) -> int:

@@ -335,7 +335,7 @@ def test_a_dispatch_without_a_plan_meets_another_call(debug: bool, verb: str, to
 
 
 def test_numbers_of_the_exchange_of_counts_tell_all_calls_apart() -> None:
-    marks = {mark_of((dtype, recorded), None, False) for dtype in ROW_DTYPES for recorded in (False, True)}
+    marks = {mark_of((dtype, recorded), False) for dtype in ROW_DTYPES for recorded in (False, True)}
     assert len(marks) == 2 * len(ROW_DTYPES)
     assert min(marks) >= 0
     assert max(marks) + MARKED_DISPATCHERS + WANTS_WEIGHTS < 2**22

@@ -32,14 +32,14 @@ def serve(rows: int) -> None:
 
     import moe_dispatch as md
     from moe_dispatch.backends.alltoall import backend as alltoall
-    from moe_dispatch.dispatchers import autograd as verbs
+    from moe_dispatch.dispatchers.trail import Trail
 
-    autograd, backend = cast(Any, verbs), cast(Any, alltoall)
+    backend = cast(Any, alltoall)
     marks: list[int] = []
     local, shares = EXPERTS // RANKS, rows * TOP_K // EXPERTS // RANKS
 
-    def marked(*facts: Any, of: Callable[..., int] = autograd.mark_of) -> int:
-        marks[:] = [of(*facts)]
+    def marked(trail: Any, *call: Any, of: Callable[..., int] = Trail.marked) -> int:
+        marks[:] = [of(trail, *call)]
         return marks[0]
 
     def counts(table: torch.Tensor) -> list[int]:
@@ -47,7 +47,7 @@ def serve(rows: int) -> None:
         each = [shares] * local + [marks[0] * backend.MARK + rows * 3 // 4]
         return [RANKS * shares] * local + [0] + 2 * RANKS * each
 
-    autograd.mark_of, backend.read_host = marked, counts
+    cast(Any, Trail).marked, backend.read_host = marked, counts
     torch.cuda.set_device(0)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     sizes: dict[str, Any] = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "pad_multiple": 16}
