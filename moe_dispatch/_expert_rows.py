@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_dispatch._strides import dense
 from moe_dispatch._tracing import traced_calls
 
 # torch's grouped GEMM wants every row of both operands to start at a multiple of 16 bytes.
@@ -32,11 +33,10 @@ def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor, padding: Tensor | No
     pad_D, pad_H = -weights.shape[1] % multiple, -width % multiple
     if pad_D or pad_H:  # zero columns add nothing to a product
         rows, weights = F.pad(rows, (0, pad_D)), F.pad(weights, (0, pad_H, 0, pad_D))
-    rows = rows.contiguous()
     if torch.compiler.is_compiling():
-        y = traced_calls().aligned_product(rows, weights, offs, padding)
+        y = traced_calls().aligned_product(rows.contiguous(), weights, offs, padding)
     else:
-        y = _GroupedMM.apply(rows, weights, offs, padding)  # type: ignore[no-untyped-call]
+        y = _GroupedMM.apply(dense(rows), weights, offs, padding)  # type: ignore[no-untyped-call]
     return y[:, :width] if pad_H else y
 
 
@@ -83,7 +83,7 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         rows, weights, offs, padding = ctx.saved_tensors
-        grad = contiguous_gradient(grad)  # torch's grouped GEMM refuses the expanded gradient of a sum
+        grad = dense(grad)  # torch's grouped GEMM refuses the expanded gradient of a sum
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
             grad_rows = torch_grouped_mm(grad, weights.transpose(1, 2), offs)
@@ -107,8 +107,3 @@ def matrix_gradient(rows: Tensor, grad: Tensor, offs: Tensor, padding: Tensor | 
         real_R1 = real_rows(offs, padding, rows.shape[0])
         rows, grad = torch.where(real_R1, rows, 0), torch.where(real_R1, grad, 0)
     return torch_grouped_mm(rows.t(), grad, offs)
-
-
-def contiguous_gradient(grad: Tensor) -> Tensor:
-    """Return a contiguous gradient. ``contiguous`` leaves an empty one as it is, also if it is expanded."""
-    return grad.contiguous() if grad.numel() else grad.clone(memory_format=torch.contiguous_format)

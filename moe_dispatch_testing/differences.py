@@ -281,7 +281,7 @@ def _recomputed(call: Callable[[], Tensor]) -> Tensor:
 
 def _starts(rows: Tensor) -> Tensor:
     """Return the bits of the first number of each row, int32, as bfloat16 has it after any way."""
-    return rows[:, 0].bfloat16().contiguous().view(torch.int16).int()
+    return rows[:, 0].bfloat16().view(torch.int16).int()
 
 
 def _expect_carried(sent: Dispatched) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_dispatch._options import Options
 from moe_dispatch._probing import require_plug_in
+from moe_dispatch._strides import dense
 from moe_dispatch.permutation.index import round_up
 
 if TYPE_CHECKING:
@@ -175,9 +176,8 @@ class _InDtype(WireFormat):
 
     @final
     def encoded(self, rows_TD: Tensor) -> Tensor:
-        # With 0 rows, and with one column of any stride, ``view`` could refuse the strides.
-        if rows_TD.dtype == self.numbers and rows_TD.shape[0] and rows_TD.stride(-1) == 1:
-            return rows_TD.contiguous().view(torch.uint8)
+        if rows_TD.dtype == self.numbers:
+            return dense(rows_TD).view(torch.uint8)
         return super().encoded(rows_TD)
 
     @final

@@ -14,6 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from moe_dispatch._strides import dense
 from moe_dispatch._tracing import refuse_traced
 from moe_dispatch.backends.base import Constraints, MoEShape
 from moe_dispatch.backends.capacity import worst_rows
@@ -133,7 +134,7 @@ class CarriedColumns:
             The sizes, with ``Sizes.columns`` if the backend carries them.
         """
         count = len(ids_TK)
-        parts = [values.reshape(-1, 1).contiguous().view(torch.uint8) for values in self._carry.values()]
+        parts = [dense(values.reshape(-1, 1)).view(torch.uint8) for values in self._carry.values()]
         columns = torch.cat(parts, 1)
         self._carry.clear()
         self._columns_TC = autograd.pad(columns, real_rows, count, 255)

@@ -12,6 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from moe_dispatch._strides import dense
 from moe_dispatch.backends.base import MoEShape
 from moe_dispatch.backends.wire import id_dtype_for
 from moe_dispatch.dispatchers.channel import Channel
@@ -44,7 +45,7 @@ def gather(channel: Channel, sizes: Sizes, ids_TK: Tensor, columns_TC: Tensor) -
     if most is None:
         most = context.most_rows if shape.graph_safe else channel.control.max([count], label="carry")[0]
     assert most is not None
-    parts = [ids_TK.to(id_dtype_for(shape.num_experts)).view(torch.uint8), columns_TC]
+    parts = [dense(ids_TK.to(id_dtype_for(shape.num_experts))).view(torch.uint8), columns_TC]
     widths = [part.shape[1] for part in parts]
     # Bytes of 255 are an id of -1.
     mine = torch.full((most, sum(widths)), 255, dtype=torch.uint8, device=ids_TK.device)

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from moe_dispatch._expert_rows import (
     ALIGNED_BYTES,
-    contiguous_gradient,
     experts_of_rows,
     grouped_mm,
     matrix_gradient,
 )
+from moe_dispatch._strides import dense
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.permutation.index import round_up
 from moe_dispatch.quantised.formats import FORMATS, Mxfp8, quantise
@@ -286,14 +286,14 @@ class _Gemm(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise StateError("grouped_gemm: double backward is not supported. Use create_graph=False.")
         values, scales, weights = ctx.saved_tensors
-        grad = contiguous_gradient(grad.to(weights.dtype))
+        grad = dense(grad.to(weights.dtype))
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
             grad_rows = grouped_mm(grad, weights.transpose(1, 2), ctx.offs).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
             rows = widen((values, scales), weights.dtype)
             width = grad.shape[1]
-            grad = F.pad(grad, (0, -width % (ALIGNED_BYTES // grad.element_size()))).contiguous()
+            grad = F.pad(grad, (0, -width % (ALIGNED_BYTES // grad.element_size())))
             grad_weights = matrix_gradient(rows, grad, ctx.offs, ctx.padding)[:, :, :width]
         return grad_rows, grad_weights, None, None
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moe_dispatch._strides import dense
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.training.table import Axes, Dims, Held, Table
 
@@ -158,9 +159,9 @@ def _broadcast(axes: Axes, tensors: Sequence[Tensor], dims: Sequence[str]) -> No
     for dim in dims:
         for tensor in tensors:
             if tensor.numel():
-                flat = tensor.contiguous().view(-1).view(torch.uint8)  # gloo does not know all dtypes
+                flat = dense(tensor).view(-1).view(torch.uint8)  # gloo does not know all dtypes
                 dist.broadcast(flat, group_src=0, group=axes.group(dim))
-                if not tensor.is_contiguous():
+                if flat.data_ptr() != tensor.data_ptr():
                     tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 

@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._strides import dense
 from moe_dispatch_testing.emulation.elastic_rows import aligned
 from moe_dispatch_testing.emulation.events import EPEventOverlap, EventHandle
 from moe_dispatch_testing.emulation.refusals import EmulatedAbort, require, require_cpu
@@ -163,7 +164,7 @@ def _listed(tensors: Sequence[Tensor] | Tensor) -> list[Tensor]:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(len(tensor), tensor.nbytes // (len(tensor) * tensor.itemsize)).view(torch.uint8)
+    return dense(tensor.detach()).view(len(tensor), tensor.nbytes // (len(tensor) * tensor.itemsize)).view(torch.uint8)
 
 
 def _deferred(write: Any) -> EPEventOverlap:

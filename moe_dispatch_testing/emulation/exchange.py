@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_dispatch._strides import dense
 from moe_dispatch.communication import Communicator
 from moe_dispatch_testing.emulation.refusals import EmulatedHang, require
 
@@ -120,7 +121,7 @@ def require_one_dispatch(where: str, everyone: list[list[list[int]]]) -> None:
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
-    return rows.detach().contiguous().flatten().view(torch.uint8)
+    return dense(rows.detach()).flatten().view(torch.uint8)
 
 
 def _from_bytes(payload: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_dispatch._strides import dense
+
 
 def uninitialised(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Make a CPU tensor whose values stand out: NaN in floating types, the smallest value in signed integers.
@@ -45,7 +47,7 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
 
 def _as_bytes(rows: Tensor) -> Tensor:
     num_bytes = rows.shape[1:].numel() * rows.element_size()
-    return rows.detach().contiguous().flatten().view(torch.uint8).view(rows.shape[0], num_bytes)
+    return dense(rows.detach()).flatten().view(torch.uint8).view(rows.shape[0], num_bytes)
 
 
 def _of_bytes(payload: Tensor, like: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._strides import dense
 from moe_dispatch.backends.base import Arrived, BackendContext
 from moe_dispatch.backends.deep_ep.buffers import Handle, LibraryBackend
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
@@ -212,7 +213,7 @@ def pack(rows_TD: Tensor, wire: str | None) -> Payload:
     from moe_dispatch.quantised.formats import FORMATS, quantise  # noqa: PLC0415 - bfloat16 rows do not need it
 
     values, scales = quantise(rows_TD, FORMATS[wire])
-    return values, scales if scales.dtype == torch.float32 else scales.view(torch.int32)
+    return values, scales if scales.dtype == torch.float32 else dense(scales).view(torch.int32)
 
 
 def unpack(payload: Payload) -> Tensor | Quantised:
@@ -222,4 +223,4 @@ def unpack(payload: Payload) -> Tensor | Quantised:
     from moe_dispatch.quantised.formats import Quantised  # noqa: PLC0415 - bfloat16 rows do not need it
 
     values, scales = payload
-    return Quantised(values, scales if scales.dtype == torch.float32 else scales.view(torch.float8_e8m0fnu))
+    return Quantised(values, scales if scales.dtype == torch.float32 else dense(scales).view(torch.float8_e8m0fnu))
