@@ -221,7 +221,8 @@ class Dispatched:
         in_graph: ``rows`` where only their shape, dtype, device and place in the autograd graph matter. Not to be read:
             with ``wire.deliver="quantised"`` it is the edge of ``quantised``.
         tokens_per_expert: int64 (L,) on the device, rows of each expert with padding. An expert without tokens has 0.
-        real_tokens_per_expert: int64 (L,) on the device, rows of each expert without padding.
+        real_tokens_per_expert: int64 (L,) on the device, rows of each expert without padding. They are the counts of
+            this dispatch: with ``chunks`` those of one chunk, under a placement those of one slot.
         host_counts: ``tokens_per_expert`` on the host, if the dispatch had a host sync anyway; otherwise None, as in
             graph-safe mode.
         weights: float32 (R,), or float64 for float64 rows; 0 on padding. They are part of the autograd graph.

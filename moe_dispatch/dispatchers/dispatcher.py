@@ -318,7 +318,8 @@ class Dispatcher(OwnNames):
             A tensor in the shape and the dtype of the x that was dispatched. Rows that hold no token or that no expert
             received are zero. Sums are accumulated in ``max(float32, dtype)``. ``local``, ``allgather`` and
             ``alltoall`` with ``reduction="exact"`` round only the total to the dtype of x; ``alltoall`` and ``deepep``
-            also round the partial sum of each rank, and ``hybridep`` every weighted row.
+            also round the partial sum of each rank, and ``hybridep`` every weighted row. In float16 a partial sum above
+            65504 becomes inf, also if the total is smaller.
 
         Raises:
             InputError: The shape, dtype or device of ``rows`` does not fit.
