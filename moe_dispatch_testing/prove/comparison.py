@@ -85,7 +85,7 @@ class Whole:
         """Return the name on one process of a parameter of one expert, whose number counts from 0 on each rank."""
         if held.block is None or held.mesh_ranks:
             return name
-        for match in re.finditer(r"(?<=\.)\d+(?=\.)", name):
+        for match in re.compile(r"(?<=\.)\d+(?=\.)").finditer(name, held.below):
             pattern = re.compile(re.escape(name[: match.start()]) + r"(\d+)" + re.escape(name[match.end() :]))
             own, all_ = (sum(bool(pattern.fullmatch(n)) for n in r.held) for r in (record, self.one))
             if all_ == own * held.block[1] > own:
@@ -245,8 +245,8 @@ class Whole:
         want = self.one.numbers[number]
         gradients = causes.Gradients(self, number, numbers, want, alone)
         found = [*self._compare_numbers(numbers, want, gradients), *gradients.findings()]
-        if not found:
-            found = self._compare_state(number)
+        if not found and (number == 0 or torch.get_default_dtype() == torch.float64):
+            found = self._compare_state(number)  # Adam makes moves of what was rounding in float32
         if found and (noise := self._noise(number, alone, want)):
             return [noise]
         return found
@@ -303,10 +303,19 @@ class Whole:
 
         want = self.of_one(moved)
         scale = sum(float(value.double().square().sum()) for value in want.values()) ** 0.5
+        gradients = self.of_one(lambda held: held.gradients[number] if held.gradients else None)
+        numbers = torch.cat([gradients[key].double() for key in self.trained()])
+        self._typical = float(numbers.square().mean().sqrt())
         found: dict[str, str] = {}
         for key, parts in self.parts.items():
             here = self._own[key][0].held
-            off = [part for part in parts if not self._arrives(moved(part.held), want[key][part.numbers], part, scale)]
+            off = [
+                part
+                for part in parts
+                if not self._arrives(
+                    moved(part.held), want[key][part.numbers], part, scale, gradients[key][part.numbers]
+                )
+            ]
             if not off:
                 continue
             ranks = [part.rank for part in off]
@@ -335,7 +344,11 @@ class Whole:
             told = self._unmoved(want)
         return told
 
-    def _arrives(self, got: Tensor, want: Tensor, part: Part, scale: float) -> bool:
+    def _arrives(self, got: Tensor, want: Tensor, part: Part, scale: float, gradient: Tensor) -> bool:
+        """Return whether two moves are the same. Where a gradient is rounding only, so is the move that Adam makes."""
+        if gradient.any():
+            seen = gradient.abs() > self.tolerance * self._typical
+            got, want = got[seen], want[seen]
         rounding = float(torch.finfo(want.dtype).eps * torch.linalg.vector_norm(part.held.start.double())) * 8
         far = float(torch.linalg.vector_norm(got.double() - want.double()))
         length = float(torch.linalg.vector_norm(want.double()))

@@ -55,7 +55,7 @@ def prove(source: Setup | Path | str, *, dtype: str = "float64", timeout: dateti
 
     The start values of the ranks are carried to the one process, so seeds do not matter. Each rank is seeded otherwise,
     as ranks of a job are. Compared are start values of what ranks share, the numbers of each step, all gradients, and
-    all parameters and floating-point buffers after each step.
+    all parameters and floating-point buffers after each step (in float32 after the first).
 
     Args:
         source: The set-up, whose functions must be importable by name, or a file that defines them.

@@ -16,13 +16,12 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moe_dispatch import Dispatcher, training
 from moe_dispatch.errors import ConfigError
+from moe_dispatch.training.wrappers import fsdp_groups
 from moe_dispatch_testing.prove.setup import Setup
 
 STEPS = 2
@@ -49,6 +48,7 @@ class Held:
     mesh_ranks: tuple[int, ...]
     start: Tensor
     is_buffer: bool = False
+    below: int = 0  # length of the path of its dispatcher
     trainable: bool = True
     key: str = ""  # of the whole tensor; else it is found by name and shape
     after: list[Tensor] = field(default_factory=list)
@@ -124,15 +124,15 @@ class Run:
             name = name if self.setup.name is None else self.setup.name(name, model)
             held = self._held(tensor, blocks.get(id(tensor)))
             held.is_buffer = raw in buffers
+            held.below = max((len(path) for path in _dispatchers(model) if raw.startswith(f"{path}.")), default=0)
             if raw in places:
                 held.key, held.numbers = places[raw][0], places[raw][1].flatten()
             self.tensors[name], self.record.held[name], self._names[id(tensor)] = tensor, held, name
         for name, module in model.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and module.training:
                 self.record.dropout.append(f"{name or 'the model'} (p = {module.p})")
-            if isinstance(module, FSDPModule):
-                state = module._get_fsdp_state()._fsdp_param_group
-                self.record.reshards |= state is not None and state.post_forward_mesh_info is not None
+            groups = fsdp_groups(module)
+            self.record.reshards |= any(group.post_forward_mesh_info is not None for group in groups)
 
     def _held(self, tensor: Tensor, block: tuple[int, int] | None) -> Held:
         ranks: tuple[int, ...] = ()
@@ -203,8 +203,8 @@ class Run:
 
     def _see_state(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
-            options = {key: float(value) for key, value in group.items() if isinstance(value, int | float)}
-            options |= {f"{key}[{i}]": x for key, v in group.items() if isinstance(v, tuple) for i, x in enumerate(v)}
+            flat = {f"{key}[{i}]": x for key, v in group.items() if isinstance(v, tuple) for i, x in enumerate(v)}
+            options = {key: float(value) for key, value in (group | flat).items() if isinstance(value, int | float)}
             for parameter in group["params"]:
                 if name := self._names.get(id(parameter)):
                     state = optimizer.state.get(parameter, {})
@@ -303,15 +303,21 @@ def _gradient(parameter: nn.Parameter) -> Tensor | None:
 def _expert_blocks(model: nn.Module) -> dict[int, tuple[int, int]]:
     """Return, by the id of each parameter below a dispatcher, the rank in its group and the size of the group."""
     blocks = dict[int, tuple[int, int]]()
-    for module in model.modules():
-        if isinstance(module, Dispatcher):
-            ranks = module._channel.communicator
-            blocks |= {id(parameter): (ranks.rank, ranks.size) for parameter in module.parameters()}
+    for module in _dispatchers(model).values():
+        ranks = module._channel.communicator
+        blocks |= {id(parameter): (ranks.rank, ranks.size) for parameter in module.parameters()}
     return blocks
 
 
+def _dispatchers(model: nn.Module) -> dict[str, Dispatcher]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Dispatcher)}
+
+
 def _schedules() -> list[str]:
-    return [type(one).__name__ for one in gc.get_objects() if issubclass(type(one), _PipelineSchedule)]
+    """Return the names of the schedules of pipelines that exist, if anybody has imported their module."""
+    module = sys.modules.get("torch.distributed.pipelining.schedules")
+    kind = None if module is None else module._PipelineSchedule
+    return [] if kind is None else [type(one).__name__ for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 def _numbers(returned: Any) -> dict[str, float]:

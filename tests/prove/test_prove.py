@@ -66,9 +66,8 @@ FAULTS = {
     ],
     "clipped unseen": [r"Gradients have one factor on each rank \(1\.01, .*\): each clips by a norm of its own\."],
     "counted twice": [
-        r"The norm of the gradients is 0\.805563 on the ranks, and 0\.406121 on one process: the parts of ranks along "
-        r"copies "
-        r"x ep are summed\. Count each gradient once, and the parts of all ranks\."
+        r"The norm of the gradients is 0\.805563 on the ranks, and 0\.406121 on one process: ranks clip by the sum "
+        r"along copies x ep\. Count each gradient once, and the parts of all ranks\."
     ],
     "auxiliary": [
         r"auxiliary is counted on the tokens of each rank alone \(.*; one process: 4\.09803\)\.",
