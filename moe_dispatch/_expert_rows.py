@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_dispatch._strides import dense
-from moe_dispatch._tracing import traced_calls
+from moe_dispatch._tracing import real_tensors, traced_calls
 
 # torch's grouped GEMM wants every row of both operands to start at a multiple of 16 bytes.
 ALIGNED_BYTES = 16
@@ -66,9 +66,76 @@ def real_rows(offs: Tensor, padding: Tensor, num_rows: int) -> Tensor:
 
 
 def torch_grouped_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
-    """Run torch's grouped GEMM on aligned operands."""
+    """Run torch's grouped GEMM on aligned operands. The product of two matrices is 0 for groups without rows."""
     product: Tensor = F.grouped_mm(left, right, offs=offs)
+    if right.dim() == 2 and leaves_idle_groups(left.device):
+        return product.masked_fill(_is_idle(offs, product), 0)
     return product
+
+
+def _is_idle(offs: Tensor, like: Tensor) -> Tensor:
+    """Return whether each group has no rows, bool (L, 1, ...) with the dimensions of ``like``."""
+    return (torch.diff(offs, prepend=offs.new_zeros(1)) == 0).view(-1, *[1] * (like.dim() - 1))
+
+
+def leaves_idle_groups(device: torch.device) -> bool:
+    """Return whether torch's grouped GEMM leaves garbage in the gradient of matrices without rows on a device.
+
+    It does on Blackwell. Building a dispatcher asks first, so that later calls know the answer.
+
+    Source: pytorch issue 172439, open with torch 2.13.
+
+    Cost: a small product and a host sync, once for each device.
+    """
+    functions = (F.grouped_mm, torch._grouped_mm)  # a program may replace one, for example by one that is right
+    if (found := _idle_groups.get((device, *functions))) is None:
+        if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
+            return False
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return True
+        with real_tensors(), torch.inference_mode(False), torch.enable_grad():
+            found = _idle_groups[device, *functions] = _garbage_in_idle_groups(device)
+    return found
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler.
+leaves_idle_groups._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_idle_groups: dict[tuple[Any, ...], bool] = {}
+
+
+def _garbage_in_idle_groups(device: torch.device) -> bool:
+    counts = torch.tensor([0, 64, 0, 0, 64, 0], dtype=torch.int32, device=device)
+    offs, rows = counts.cumsum(0, dtype=torch.int32), torch.ones(128, 256, dtype=torch.bfloat16, device=device)
+    matrices = torch.ones(6, 256, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
+    grad = torch.ones(128, 128, dtype=torch.bfloat16, device=device)
+    # The products are likely to get this memory, which is freed at once, so that a matrix that is not written is NaN.
+    poison = [torch.full_like(matrices, torch.nan) for _ in range(4)]
+    del poison
+    try:
+        found = F.grouped_mm(rows.t(), grad, offs=offs)
+        (of_autograd,) = torch.autograd.grad(F.grouped_mm(rows, matrices, offs=offs), matrices, grad)
+    except RuntimeError:  # this device has no grouped GEMM
+        return False
+    return bool((torch.stack([found, of_autograd])[:, counts == 0] != 0).any())
+
+
+def without_idle_garbage(weights: Tensor, offs: Tensor) -> Tensor:
+    """Return weights of experts, (L, ...), whose gradient is 0 for experts without rows. They share their memory.
+
+    It is for experts that call torch's grouped GEMM themselves, where ``leaves_idle_groups`` is True.
+    """
+    return _WithoutIdleGarbage.apply(weights, offs) if weights.requires_grad else weights  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _WithoutIdleGarbage(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, offs: Tensor) -> Tensor:
+        ctx.save_for_backward(offs)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.masked_fill(_is_idle(*ctx.saved_tensors, grad), 0), None
 
 
 class _GroupedMM(torch.autograd.Function):

@@ -80,6 +80,13 @@ class Communicator:
         self.calls: Counter[str] = Counter()
         _communicators.add(self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        """Return the object itself, because groups cannot be copied: a copy of a model talks to the same ranks."""
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise StateError("moe_dispatch: a process group cannot be saved. Save model.state_dict() instead of the model.")
+
     @property
     def library_group(self) -> dist.ProcessGroup | None:
         """The group to hand to a library, which reads facts in C++: the one inside a wrapper, see ``real_group``."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.library import get_ctx
 
-from moe_dispatch._expert_rows import real_rows, torch_grouped_mm
+from moe_dispatch._expert_rows import contiguous_gradient, real_rows, torch_grouped_mm
 from moe_dispatch.compiling.registration import operator
 
 
@@ -59,6 +59,10 @@ def aligned_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
     Returns:
         (R, H); for the gradient of the matrices, (L, D, H).
     """
+    if right.dim() == 3:
+        left = contiguous_gradient(left)
+    else:
+        right = contiguous_gradient(right)
     return torch_grouped_mm(left, right, offs).contiguous()
 
 
@@ -75,7 +79,9 @@ def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _aligned_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     left, right, offs = ctx.saved_tensors
     assert right.dim() == 3  # otherwise a backward of a backward, which torch.compile refuses
-    grad = grad.contiguous()
+    grad = (
+        grad.contiguous()
+    )  # once for both; the operator itself takes care of an empty gradient, which traces cannot see
     return aligned_mm(grad, right.transpose(1, 2), offs), aligned_mm(left.t(), grad, offs), None
 
 
@@ -83,10 +89,12 @@ aligned_mm.register_autograd(_aligned_gradients, setup_context=_keep_operands)
 
 
 def aligned_product(rows: Tensor, weights: Tensor, offs: Tensor, padding: Tensor | None) -> Tensor:
-    """Run ``grouped_mm`` on aligned operands in a compiled region, where torch warns about autograd functions."""
-    # torch's fake kernel takes bfloat16 only
-    product = torch_grouped_mm if rows.dtype == torch.bfloat16 else aligned_mm
+    """Run ``grouped_mm`` on aligned operands in a compiled region, where torch warns about autograd functions.
+
+    torch's own grouped GEMM compiles in bfloat16 only, and refuses the expanded gradient of a sum.
+    """
     if padding is None:
-        return product(rows, weights, offs)
+        return aligned_mm(rows, weights, offs)
     real_R1 = real_rows(offs, padding, rows.shape[0])
-    return torch.where(real_R1, product(torch.where(real_R1, rows, 0), weights, offs), 0)  # the outer one for gradients
+    outputs = aligned_mm(torch.where(real_R1, rows, 0), weights, offs)
+    return torch.where(real_R1, outputs, 0)  # for gradients, which may hold anything in other rows

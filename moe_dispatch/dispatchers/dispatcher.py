@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_dispatch._expert_rows import leaves_idle_groups
 from moe_dispatch._interceptors import load_carry, of_thread
 from moe_dispatch._observers import may_be_wrapped, tell_combined, tell_started
 from moe_dispatch._slots import Placement, load_slot_options
@@ -82,8 +83,10 @@ class Dispatcher(OwnNames):
         with real_tensors():
             lease = lease_channel(config, group, control_group, name)
             self.__dict__.update(config=config, _lease=lease)  # past __setattr__, which refuses these names
+            device = self._channel.device_of_rows()
+            leaves_idle_groups(device)
             if torch.cuda.is_available():
-                autograd.make_anchor(self._channel.device_of_rows())
+                autograd.make_anchor(device)
 
     @property
     def name(self) -> str:

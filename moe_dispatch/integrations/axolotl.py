@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any, final
 
 from axolotl.integrations.base import BasePlugin
-from axolotl.integrations.expert_parallel.plugin import ExpertParallelPlugin
+from axolotl.integrations.expert_parallel import torch_dispatch
 from pydantic import BaseModel, Field, model_validator
 
 from moe_dispatch.errors import ConfigError, IntegrationError
@@ -26,7 +26,7 @@ from moe_dispatch.integrations.transformers import attach, config_for, register
 
 __all__ = ["MoEDispatchArgs", "MoEDispatchPlugin"]
 
-_GROUP = "_resolve_ep_group"  # the method of Axolotl's plug-in that returns the expert-parallel group of a config
+_GROUP = "get_ep_group"  # the function that returns the group in which Axolotl's plug-in has sharded the experts
 # Settings of Axolotl's own transports and kernels, which would have no effect, and the values that ask for nothing.
 _UNUSED: dict[str, tuple[Any, ...]] = {
     "expert_parallel_backend": (None, "auto", "torch"),
@@ -57,10 +57,10 @@ class MoEDispatchArgs(BaseModel):
         if self.moe_dispatch is None:
             return self
         check_version("axolotl")
-        if not hasattr(ExpertParallelPlugin, _GROUP):
+        if not hasattr(torch_dispatch, _GROUP):
             raise IntegrationError(
                 f"moe_dispatch: axolotl has changed a private name that this integration needs: no "
-                f"ExpertParallelPlugin.{_GROUP}. Install axolotl 0.21.0."
+                f"torch_dispatch.{_GROUP}. Install axolotl 0.21.0."
             )
         config = checked_options(**self.moe_dispatch)
         refuse_quantised_rows("moe_dispatch", config)
@@ -105,7 +105,7 @@ class MoEDispatchPlugin(BasePlugin):  # type: ignore[misc]
         """
         if cfg.moe_dispatch is None:
             return
-        group = getattr(ExpertParallelPlugin, _GROUP)(cfg)
+        group = torch_dispatch.get_ep_group()
         if group is None:
             raise ConfigError(
                 "moe_dispatch: the ranks must be separate processes, got one without torch.distributed. Launch Axolotl "

@@ -20,7 +20,15 @@ from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import ConfigError, IntegrationError
 from moe_dispatch.integrations.checks import check_version, refuse_quantised_rows
-from moe_dispatch.integrations.slot_experts import has_spare_slots, own_weights, run_layer, view_of
+from moe_dispatch.integrations.slot_experts import (
+    clean_gradients,
+    has_spare_slots,
+    needs_clean_gradients,
+    own_weights,
+    run_layer,
+    stacked_weights,
+    view_of,
+)
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Routing
 
@@ -185,8 +193,20 @@ def _route(layer: Any, dispatcher: Dispatcher, tokens_TD: Tensor, routed: Any) -
         if scores_first:
             rows_RD = (rows_RD.float() * part.weights.unsqueeze(1)).to(rows_RD.dtype)
         view = view_of(experts, dict(zip(own, slots, strict=True)), num_experts=len(slots[0])) if slots else experts
-        output_RD: Tensor = view(rows_RD, counts_L)
+        if needs_clean_gradients(part):
+            # Inside of the call, because ZeRO 3 gathers the weights in a hook of it.
+            view.forward = functools.partial(_with_clean_gradients, view, part)
+        try:
+            output_RD: Tensor = view(rows_RD, counts_L)
+        finally:
+            vars(view).pop("forward", None)
         return output_RD
 
     routing = Routing(routed.selected_experts, routed.top_scores)
     return run_layer(dispatcher, run, list(own.values()), tokens_TD, routing, Rows())
+
+
+def _with_clean_gradients(experts: Any, sent: Dispatched, *args: Tensor) -> Tensor:
+    view = view_of(experts, clean_gradients(stacked_weights(experts), sent))
+    output_RD: Tensor = type(experts).forward(view, *args)
+    return output_RD

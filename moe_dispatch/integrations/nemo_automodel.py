@@ -5,6 +5,7 @@ Importing this module imports Automodel. ``moe_dispatch.types`` explains the suf
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -19,7 +20,15 @@ from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.integrations.checks import check_version, checked_options, refuse_quantised_rows
-from moe_dispatch.integrations.slot_experts import has_spare_slots, own_weights, run_layer, view_of
+from moe_dispatch.integrations.slot_experts import (
+    clean_gradients,
+    has_spare_slots,
+    needs_clean_gradients,
+    own_weights,
+    run_layer,
+    stacked_weights,
+    view_of,
+)
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Routing
 
@@ -54,8 +63,7 @@ def use_moe_dispatch(*, backend: BackendName | str | dict[str, Any] = "auto", **
         )
     config = checked_options(backend=backend, weights="experts", **options)
     refuse_quantised_rows("use_moe_dispatch", config)
-    if _runs_experts(config):
-        experts.GroupedExpertsDeepEP.forward = _forward
+    experts.GroupedExpertsDeepEP.forward = _forward
     experts.MoEFlexTokenDispatcher = functools.partial(AutomodelDispatcher, backend=backend, **options)
 
 
@@ -68,28 +76,35 @@ _THEIR_FORWARD: Callable[..., Tensor] = experts.GroupedExpertsDeepEP.forward
 
 
 def _forward(layer: Any, x: Tensor, token_mask: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """Run Automodel's experts in chunks or with the weights of expert slots, if the dispatcher of the layer says so.
+    """Run Automodel's experts on the rows that arrive, perhaps in chunks or with the weights of expert slots.
 
     Each part of the rows goes through Automodel's own forward, on a view of the layer.
     """
     ours = layer.token_dispatcher
-    if not (isinstance(ours, AutomodelDispatcher) and _runs_experts(ours._config)):
+    if not isinstance(ours, AutomodelDispatcher):
         return _THEIR_FORWARD(layer, x, token_mask, weights, indices)
-    own: dict[str, Any] = dict(own_weights("use_moe_dispatch", layer)) if has_spare_slots(ours._config) else {}
-    shown = x if len(x) else x.new_zeros(1, x.shape[-1])  # Automodel reads a first row if its experts get none
+    own = own_weights("use_moe_dispatch", layer) if has_spare_slots(ours._config) else {}
+    # Without rows, Automodel multiplies the weights by 0 times a first row, which may be padding and hold anything.
+    no_row = x.new_zeros(1, x.shape[-1])
 
     def run(part: Dispatched, *slots: Tensor) -> Tensor:
+        held = dict(zip(own, slots, strict=True))
+        if needs_clean_gradients(part):
+            held = clean_gradients(held or {name: local(w) for name, w in stacked_weights(layer).items()}, part)
         arrived = SimpleNamespace(
             token_permutation2=lambda **_: (part.rows, part.tokens_per_expert, part.weights),
             token_unpermutation=lambda rows: rows.reshape(-1, x.shape[-1])[: len(part.rows)],
         )
-        local = {name: SimpleNamespace(to_local=lambda slot=slot: slot) for name, slot in zip(own, slots, strict=True)}
-        return _THEIR_FORWARD(view_of(layer, local, token_dispatcher=arrived), shown, token_mask, weights, indices)
+        shown = {name: SimpleNamespace(to_local=lambda weight=weight: weight) for name, weight in held.items()}
+        return _THEIR_FORWARD(view_of(layer, shown, token_dispatcher=arrived), no_row, token_mask, weights, indices)
+
+    def local(weight: Any) -> Tensor:
+        found: Tensor = weight.to_local()
+        return found
 
     dispatcher = ours.dispatcher(x.shape[-1])
     routing = Routing(indices.masked_fill(~token_mask.unsqueeze(-1), -1), weights)
-    stacked = [weight.to_local().to(x.dtype) for weight in own.values()]
-    return run_layer(dispatcher, run, stacked, x, routing, Rows())
+    return run_layer(dispatcher, run, [local(weight).to(x.dtype) for weight in own.values()], x, routing, Rows())
 
 
 @final
@@ -123,6 +138,12 @@ class AutomodelDispatcher:
         self._ranks = Communicator(ep_group)  # which lets go of the group when the process ends
         self._dispatcher: Dispatcher | None = None
         self._sent: Dispatched | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutomodelDispatcher:
+        """Return a dispatcher for a copy of the layer, on the same ranks. Nothing is exchanged."""
+        twin = copy.copy(self)
+        twin._dispatcher, twin._sent = copy.deepcopy(self._dispatcher, memo), None
+        return twin
 
     def dispatcher(self, hidden_size: int) -> Dispatcher:
         """Return the Dispatcher. The first call builds it, which is collective."""

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from moe_dispatch._expert_rows import leaves_idle_groups, without_idle_garbage
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.types import Plan, Routing
+from moe_dispatch.types import Dispatched, Plan, Routing
 
 _PARAMETRIZATIONS = "parametrizations"  # torch's name for the submodule of a parametrized module
 
@@ -65,6 +66,16 @@ def view_of(experts: nn.Module, weights: Mapping[str, Any], **attributes: Any) -
     if parametrize.is_parametrized(experts):
         vars(view)["_modules"] = {name: each for name, each in experts._modules.items() if name != _PARAMETRIZATIONS}
     return view
+
+
+def needs_clean_gradients(sent: Dispatched) -> bool:
+    """Return whether experts that call torch's own grouped GEMM need ``clean_gradients`` around their weights."""
+    return leaves_idle_groups(sent.offs.device)
+
+
+def clean_gradients(weights: Mapping[str, Tensor], sent: Dispatched) -> dict[str, Tensor]:
+    """Return weights, each (L, ...), whose gradient is 0 for experts without rows in a dispatch."""
+    return {name: without_idle_garbage(weight, sent.offs) for name, weight in weights.items()}
 
 
 def run_layer(

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from moe_dispatch._expert_rows import leaves_idle_groups
 from moe_dispatch.backends.registry import BackendName
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.integrations.checks import check_version, refuse_chunks, refuse_quantised_rows, refuse_spare_slots
-from moe_dispatch.integrations.slot_experts import run_layer
+from moe_dispatch.integrations.slot_experts import clean_gradients, has_spare_slots, needs_clean_gradients, run_layer
 from moe_dispatch.layouts import Rows
 from moe_dispatch.replay import Cut, replayed
 from moe_dispatch.replay.entries import UNKNOWN
@@ -173,17 +174,23 @@ class MoEDispatchRoutedExperts(RoutedExperts):  # type: ignore[misc]
         Cost: that of ``SlotWeights.run`` or of ``run_in_chunks``.
         """
         ours, experts = self.token_dispatcher, self.inner_experts
+        config = ours.dispatcher.config
+        if not (has_spare_slots(config) or config.chunks is not None or leaves_idle_groups(x_BLD.device)):
+            theirs = x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
+            return RoutedExperts.forward(self, *theirs)  # type: ignore[no-any-return]
         scores_TK, ids_TK = topk_scores_BLK.flatten(0, 1), topk_expert_ids_BLK.flatten(0, 1)
         routing = ours.routing(scores_TK, ids_TK, num_local_tokens_per_expert_E)
         names, weights = zip(*experts.named_parameters(), strict=True)
+        local = [_local(weight) for weight in weights]
 
         def run(part: Dispatched, *slots: Tensor) -> Tensor:
-            held = dict(zip(names, slots, strict=True)) if slots else {}
+            held = dict(zip(names, slots or local, strict=True))
+            if needs_clean_gradients(part):
+                held = clean_gradients(held, part)
             with maybe_set_sparse_mesh():
                 output_RD: Tensor = functional_call(experts, held, (part.rows, part.tokens_per_expert))
             return output_RD
 
-        local = [_local(weight) for weight in weights]
         return run_layer(ours.dispatcher, run, local, x_BLD.flatten(0, 1), routing, Rows()).view(x_BLD.shape)
 
 
@@ -226,14 +233,14 @@ def moe_dispatch_override(
         options={**taken, **options},
         name=name,
     )
-    if not any(map(options.get, ("balance", "chunks"))):
-        return dataclasses.replace(cfg, token_dispatcher=ours)
-    if type(cfg) not in (RoutedExperts.Config, MoEDispatchRoutedExperts.Config):
+    if type(cfg) in (RoutedExperts.Config, MoEDispatchRoutedExperts.Config):
+        return derive(cfg, MoEDispatchRoutedExperts.Config, token_dispatcher=ours)
+    if any(map(options.get, ("balance", "chunks"))):
         raise ConfigError(
             f"{where}: experts in chunks or with spare expert slots must be RoutedExperts, got "
             f"{type(cfg).__qualname__}. Leave chunks and balance out."
         )
-    return derive(cfg, MoEDispatchRoutedExperts.Config, token_dispatcher=ours)
+    return dataclasses.replace(cfg, token_dispatcher=ours)
 
 
 def use_moe_dispatch(
@@ -294,10 +301,15 @@ class RoutingReplay:
                 f"RoutingReplay: {type(model).__name__} has no MoE layers. Pass a model of torchtitan with experts."
             )
         self._cut: Cut | None = None
+        self._closed = False
         self._hooks = [
             layer.router.register_forward_hook(functools.partial(self._replay, number, layer.routed_experts))
             for number, layer in enumerate(layers, first)
         ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RoutingReplay:
+        """Return the object itself: a copy of the model is replayed in the blocks of this object too."""
+        return self
 
     @contextmanager
     def micro_batch(self, cut: Cut) -> Iterator[None]:
@@ -317,7 +329,8 @@ class RoutingReplay:
             self._cut = before
 
     def close(self) -> None:
-        """Let the routers choose on their own again."""
+        """Let the routers choose on their own again, also those of copies of the model."""
+        self._closed = True
         for hook in self._hooks:
             hook.remove()
 
@@ -325,6 +338,8 @@ class RoutingReplay:
         self, number: int, routed_experts: Any, router: Any, args: Any, routed: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange the experts of a router, and their scores, as a forward hook."""
+        if self._closed:
+            return routed
         if self._cut is None:
             raise StateError(
                 "RoutingReplay: forward() was called outside `with replay.micro_batch(...)`. Wrap the forward and "

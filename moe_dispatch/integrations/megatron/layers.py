@@ -27,6 +27,7 @@ from moe_dispatch.integrations.megatron.core import (
     TransformerLayer,
 )
 from moe_dispatch.integrations.megatron.dispatcher import MegatronDispatcher
+from moe_dispatch.integrations.megatron.padding import leave_padding_out
 from moe_dispatch.integrations.megatron.settings import check_settings, overlaps
 from moe_dispatch.integrations.megatron.slots import SlotExperts
 from moe_dispatch.layouts import THD, Layout, ShardKind
@@ -184,35 +185,13 @@ def replace_dispatcher(layer: Any, **given: Any) -> None:
     if isinstance(old, MegatronDispatcher):
         old.close()
     else:
-        layer.router.register_forward_hook(_route_no_padding, with_kwargs=True)
-        if getattr(layer.router, "enable_expert_bias", False):  # a router of the model may have none
-            count = layer.router._apply_expert_bias
-            layer.router._apply_expert_bias = functools.partial(_count_real_rows, count)
+        leave_padding_out(layer.router)
     experts_config = getattr(layer.experts, "config", None)
     if new.dispatcher.config.pad_multiple_rows > 1 and experts_config is not None:
         # Experts of megatron-core 0.19 look in their config to see whether a router has padded their rows. The other
         # layers keep the config as it was.
         layer.experts.config = copy.copy(experts_config)
         layer.experts.config.moe_router_padding_for_quantization = True
-
-
-def _route_no_padding(
-    router: Any, args: tuple[Any, ...], kwargs: dict[str, Any], routed: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Send padding rows to no expert. Megatron's padding mask is True where a row is padding."""
-    mask_SB = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
-    if mask_SB is None:
-        return routed
-    probs_TE, routing_map_TE = routed
-    return probs_TE, routing_map_TE & ~mask_SB.reshape(-1, 1)
-
-
-def _count_real_rows(count: Callable[[Tensor], None], routing_map_TE: Tensor, padding_mask: Tensor | None) -> None:
-    """Count the rows of each expert, which decide on its bias, without padding.
-
-    Megatron's own routers, up to 0.19.2, apply the mask as if it had the shape of the map, which raises.
-    """
-    count(routing_map_TE if padding_mask is None else routing_map_TE & ~padding_mask.reshape(-1, 1))
 
 
 def _check_experts(experts: Any, dispatcher: MegatronDispatcher) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, final
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,9 @@ from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.integrations.slot_experts import (
+    clean_gradients,
     has_spare_slots,
+    needs_clean_gradients,
     own_weights,
     run_layer,
     stacked_weights,
@@ -53,6 +57,20 @@ class ExpertParallel:
         self.drift: Tensor | None = None  # of the routing that comes next, if it is replayed
         self._experts, self._forward = experts, experts.forward
         setattr(experts, WIRED, self)  # for attach
+        experts.__deepcopy__ = partial(_twin_of, experts)  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise StateError(
+            f"moe_dispatch experts: {type(self._experts).__name__} is wired to process groups, which cannot be saved. "
+            "Save model.state_dict(), or call model.save_pretrained. copy.deepcopy(model) works."
+        )
+
+    def twin(self, experts: nn.Module, memo: dict[int, Any]) -> ExpertParallel:
+        """Return the wiring of a copy of the module. It shares the channel, so nothing is exchanged."""
+        twin = object.__new__(ExpertParallel)
+        twin.dispatcher, twin.slices, twin.drift = copy.deepcopy(self.dispatcher, memo), self.slices, None
+        twin._experts, twin._forward = experts, _bound_anew(self._forward, memo)
+        return twin
 
     def dispatcher_of(self, experts: nn.Module) -> Dispatcher:
         """Return the dispatcher of the module."""
@@ -132,6 +150,39 @@ class ExpertsFunction:
         return view_of(experts, weights, num_experts=local)
 
 
+def _twin_of(experts: nn.Module, memo: dict[int, Any]) -> Any:
+    """Copy an experts module with its wiring, for ``copy.deepcopy``, which finds this in the module's attributes.
+
+    transformers installs a forward that is a closure over the module. A plain copy would run the original's experts.
+    """
+    if (of_class := getattr(type(experts), "__deepcopy__", None)) is not None:
+        return of_class(experts, memo)  # such as that of FSDP2, which refuses copies
+    twin = memo[id(experts)] = object.__new__(type(experts))
+    state = dict(vars(experts))
+    wiring, forward = state.pop(WIRED), state.pop("forward", None)
+    del state["__deepcopy__"]
+    vars(twin).update(copy.deepcopy(state, memo))
+    memo[id(wiring)] = vars(twin)[WIRED] = wiring.twin(twin, memo)
+    vars(twin)["__deepcopy__"] = partial(_twin_of, twin)
+    if forward is not None:
+        vars(twin)["forward"] = _bound_anew(forward, memo)
+    return twin
+
+
+def _bound_anew(function: Any, memo: dict[int, Any]) -> Any:
+    """Return a function, perhaps a method or a closure, with the copies in ``memo`` in the place of their originals."""
+    if not isinstance(function, FunctionType):
+        return copy.deepcopy(function, memo)
+    cells = tuple(
+        CellType(_bound_anew(held, memo) if isinstance(held, FunctionType | MethodType) else memo.get(id(held), held))
+        for held in (cell.cell_contents for cell in function.__closure__ or ())
+    )
+    anew = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    anew.__kwdefaults__ = function.__kwdefaults__
+    vars(anew).update(vars(function))
+    return anew
+
+
 def _check_held_experts(experts: nn.Module, config: DispatcherConfig, ep_size: int, *, held: int) -> None:
     """Raise ConfigError if ``ep_size`` ranks that hold ``held`` experts together do not fit the config."""
     where = f"register: {type(experts).__name__}"
@@ -196,6 +247,8 @@ def _run(forward: ExpertsForward, experts: Any, config: DispatcherConfig, sent: 
     ids_R = torch.zeros_like(positions_R) if lacks_rows else torch.searchsorted(sent.offs, positions_R, right=True)
     # transformers' functions expect the weight 0 where the id is L.
     weights_R = sent.weights if config.weights == "experts" and not lacks_rows else ids_R < len(sent.tokens_per_expert)
+    if needs_clean_gradients(sent):
+        experts = view_of(experts, clean_gradients(stacked_weights(experts), sent))
     y_RD = forward(experts, rows_RD, ids_R.to(torch.int64).unsqueeze(1), weights_R.to(rows_RD.dtype).unsqueeze(1))
     _check_backward(experts, rows_RD, y_RD)
     return y_RD[: len(sent.rows)]

@@ -54,10 +54,15 @@ class RoutingReplay:
             _Layer(self, number, *_router_beside(model, name), experts)
             for number, (name, experts) in enumerate(found.items())
         ]
+        self._closed = False
         self._ran: set[int] | None = None  # the layers that have run, inside of a forward of the module that holds them
         owners = dict.fromkeys(owner for name in found if (owner := module_with_mask(model, name)) is not None)
         self._hooks = [owner.register_forward_pre_hook(self._begin) for owner in owners]
         self._hooks += [owner.register_forward_hook(self._end, always_call=True) for owner in owners]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RoutingReplay:
+        """Return the object itself: a copy of the model is replayed in the blocks of this object too."""
+        return self
 
     @contextmanager
     def micro_batch(self, cut: Cut) -> Iterator[None]:
@@ -79,7 +84,8 @@ class RoutingReplay:
             yield
 
     def close(self) -> None:
-        """Let the routers choose on their own again."""
+        """Let the routers choose on their own again, also those of copies of the model."""
+        self._closed = True
         for hook in self._hooks:
             hook.remove()
         for layer in self._layers:
@@ -110,6 +116,8 @@ class _Layer:
             hook.remove()
 
     def _before_router(self, router: nn.Module, args: Any) -> None:
+        if self._replay._closed:
+            return
         cut = cut_in_force(self._replay)
         if cut is None:
             raise StateError(

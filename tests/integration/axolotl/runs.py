@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.integration.steps import difference
 from tests.integration.transformers import adapting
@@ -110,6 +111,11 @@ class _OnCpu(ModuleType):
 
 
 SAVE: Any = None  # Axolotl's own function
+_MESH = init_device_mesh
+
+
+def _mesh_on_cpu(device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+    return _MESH("cpu", *args, **kwargs)
 
 
 @contextmanager
@@ -125,6 +131,7 @@ def on_cpu(ranks: int) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, numbers | meeting | quiet))
         stack.enter_context(mock.patch.object(shard, "torch", _OnCpu("torch")))
         stack.enter_context(mock.patch("torch.cuda.current_device", return_value=0))
+        stack.enter_context(mock.patch("torch.distributed.device_mesh.init_device_mesh", _mesh_on_cpu))
         import axolotl.train
 
         SAVE = axolotl.train.save_trained_model
@@ -166,7 +173,11 @@ def _trained(folder: str, case: Case, ranks: int, *, ours: bool) -> tuple[Any, l
     torch.manual_seed(1)
     model, _, trainer = train(cfg=config_of(folder, case, ranks, ours=ours), dataset_meta=_data())
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    weights = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
+    weights = {
+        name: getattr(weight, "to_local", lambda weight=weight: weight)().detach().clone()
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+    }
     return model, losses, weights
 
 

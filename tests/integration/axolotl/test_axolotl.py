@@ -44,6 +44,16 @@ TRAINED = {
     "LoRA on experts": Case(fields=PLAIN, keys=ON_EXPERTS),
     "LoRA on experts, balanced": Case(fields=BALANCED, keys=ON_EXPERTS),
 }
+# With an expert group that is smaller than the world. Accelerate then wraps FSDP2, also on a CPU.
+WITH_FSDP2: dict[str, Any] = {"expert_parallel_size": 2, "dp_shard_size": 2}
+WITH_CONTEXT: dict[str, Any] = {"expert_parallel_size": 2, "context_parallel_size": 2}
+ON_FOUR = {
+    "balanced": TRAINED["balanced"],
+    "dp_shard": Case(fields=PLAIN, keys=WITH_FSDP2),
+    "dp_shard, balanced": Case(fields=BALANCED, keys=WITH_FSDP2),
+    "dp_shard, checkpointing": Case(fields=PLAIN, keys=WITH_FSDP2 | CHECKPOINTED),
+    "dp_shard, LoRA on experts": Case(fields=PLAIN, keys=WITH_FSDP2 | ON_EXPERTS),
+}
 REFUSED = {
     "backend": (Case(fields={"backend": "altoall"}), "Unknown backend 'altoall'"),
     "field": (Case(fields={**PLAIN, "balnce": "exact"}), "balnce"),
@@ -75,11 +85,8 @@ FOUR_BITS = {
 def results(ranks: int) -> dict[str, list[Any]]:
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder, "model"))
-        checks: dict[str, Any] = {
-            name: functools.partial(compared, folder, case)
-            for name, case in TRAINED.items()
-            if ranks == 2 or name == "balanced"
-        }
+        trained = TRAINED if ranks == 2 else ON_FOUR
+        checks: dict[str, Any] = {name: functools.partial(compared, folder, case) for name, case in trained.items()}
         cases = {name: case for name, (case, _) in REFUSED.items()}
         first: dict[str, Any] = {
             "refused": functools.partial(refused, folder, cases),
@@ -115,26 +122,27 @@ def test_axolotl_saves_the_adapters_of_a_run_through_us() -> None:
         assert result["largest"] > 1e-3
 
 
-def check(name: str, found: list[Any]) -> None:
+def check(name: str, case: Case, found: list[Any]) -> None:
     for result in require(found):
         assert result["steps"] == STEPS
         assert result["moved"] > 1e-3
         assert result["losses"] < 1e-5
         assert result["weights"] < 1e-4
         assert result["skipped"], "padding must not be sent"
-        assert bool(result["fetches"]) == ("balance" in TRAINED[name].fields)
-        adapted = "adapter" in TRAINED[name].keys
+        assert bool(result["fetches"]) == ("balance" in case.fields)
+        adapted = "adapter" in case.keys
         assert all((".lora_" in trained) == adapted for trained in result["names"])
         assert any(".experts." in trained for trained in result["names"]) == (not adapted or "experts" in name)
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_two_ranks_train_as_with_axolotls_own_dispatch(name: str) -> None:
-    check(name, results(2)[name])
+    check(name, TRAINED[name], results(2)[name])
 
 
-def test_four_ranks_train_as_with_axolotls_own_dispatch() -> None:
-    check("balanced", results(4)["balanced"])
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_ranks_train_as_with_axolotls_own_dispatch(name: str) -> None:
+    check(name, ON_FOUR[name], results(4)[name])
 
 
 @pytest.mark.parametrize("name", REFUSED)

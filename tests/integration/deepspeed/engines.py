@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, final
@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.idle_groups import garbage_in_idle_groups
 from tests.integration.steps import difference, planted
 from tests.integration.transformers.models import LAYERS, TOP_K, VOCABULARY, build
 from tests.pages import run_page
@@ -58,12 +59,27 @@ class Case:
     adapters: bool = False  # those of PEFT on the attention; all else is frozen
     dtype: torch.dtype = torch.float32
     bucket: int = 500_000_000  # numbers that ZeRO reduces at once
+    garbage: bool = False  # whether experts call a grouped GEMM that leaves garbage for idle ones, as on Blackwell
     steps: int = STEPS
     changes: tuple[tuple[str, Any], ...] = ()
 
     @property
     def theirs(self) -> Case:
-        return dataclasses.replace(self, backend=None, fields={}, checkpoint=False, reentrant=False)
+        return dataclasses.replace(self, backend=None, fields={}, checkpoint=False, reentrant=False, garbage=False)
+
+
+@contextmanager
+def idle_experts_get_garbage() -> Iterator[None]:
+    """A block in which AutoEP's loop over experts, which it takes on a CPU, is a grouped GEMM as on Blackwell."""
+    from deepspeed.moe import ep_experts
+
+    def grouped(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, counts: Tensor, *activation: Any) -> Tensor:
+        offs = counts.cumsum(0, dtype=torch.int32)
+        gate, up = (torch._grouped_mm(x, weight.transpose(1, 2), offs=offs) for weight in (w1, w3))
+        return torch._grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=offs)
+
+    with mock.patch.object(ep_experts, "_run_experts_for_loop", grouped), garbage_in_idle_groups():
+        yield
 
 
 @contextmanager
@@ -210,9 +226,10 @@ class Trained:
 
 
 def trained(case: Case) -> Trained:
-    engine = engine_of(case)
-    before = identities(engine)
-    losses = take_steps(case, engine, range(case.steps))
+    with idle_experts_get_garbage() if case.garbage else nullcontext():
+        engine = engine_of(case)
+        before = identities(engine)
+        losses = take_steps(case, engine, range(case.steps))
     return Trained(
         losses=losses,
         weights=weights_of(engine),

@@ -66,6 +66,11 @@ ON_TWO |= {
         "adapters, ZeRO 0": Case(stage=0, adapters=True),
         "adapters, ZeRO 0, balanced": Case(stage=0, adapters=True, fields=BALANCED),
         "adapters, ZeRO 3": Case(stage=3, adapters=True),
+        **{
+            f"idle experts, ZeRO {stage}": Case(stage=stage, garbage=True, changes=(("num_experts", 32),))
+            for stage in (0, 2, 3)
+        },
+        "idle experts, balanced": Case(garbage=True, changes=(("num_experts", 32),), fields=BALANCED),
         "bfloat16": Case(dtype=torch.bfloat16),
         "deepep": Case(
             backend={"name": "deepep", "emulate": True}, dtype=torch.bfloat16, changes=(("hidden_size", 256),)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.recompute import keep_routes_in
+from tests.idle_groups import garbage_in_idle_groups
 from tests.integration.deep_ep_users.dense import gradient
 from tests.integration.frameworks.sources import import_real
 from tests.integration.megatron_core.on_cpu import cpu_for_cuda
@@ -63,6 +64,45 @@ def checkpointed(rank: int, ways: Mapping[str, dict[str, Any] | None]) -> dict[s
                     parallelizer, rank, {}, together=together, checkpoints=checkpoints
                 )
     return found
+
+
+def of_experts(rank: int, kinds: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+    """How far gradients and outputs of Automodel's experts are from what they are with zeros in masked rows.
+
+    All rows go to experts of the first rank. The others idle, with the grouped GEMM of Blackwell.
+    """
+    parallelizer = import_real("nemo_automodel.components.moe.parallelizer")
+    found: dict[str, float] = {}
+    with cpu_for_cuda(), mock.patch("torch.cuda.current_device", return_value=0):
+        for kind, fields in kinds.items():
+            want = _layer(parallelizer, fields, 0.0)
+            for filler in (torch.nan, torch.inf):
+                with garbage_in_idle_groups():
+                    found[f"{kind}, {filler}"] = difference(_layer(parallelizer, fields, filler), want)
+    return found
+
+
+def _layer(parallelizer: Any, fields: Mapping[str, Any], filler: float) -> dict[str, Tensor]:
+    from moe_dispatch.integrations.nemo_automodel import use_moe_dispatch
+
+    use_moe_dispatch(backend="alltoall", **fields)
+    model = _favoured(experts="torch_mm", dispatcher="hybridep")
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // EP, EP), mesh_dim_names=("ep_shard", "ep"))
+    parallelizer.apply_ep(model, mesh["ep"])
+    experts = next(iter(model.model.layers.children())).mlp.experts
+    mask = torch.tensor([False, True, True, False])
+    x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(3))
+    x[~mask] = filler
+    x.requires_grad_()
+    ids = torch.tensor([[0, 1]] * 4)[:, :TOP_K]
+    y = experts(x, mask, torch.full(ids.shape, 0.5), ids)
+    y[mask].square().sum().backward()
+    gradients = {name: gradient(weight) for name, weight in experts.named_parameters()}
+    return {
+        "y": y.detach()[mask],
+        "x": gradient(x),
+        **{n: getattr(g, "to_local", lambda g=g: g)() for n, g in gradients.items()},
+    }
 
 
 def _favoured(**backend: str) -> Any:

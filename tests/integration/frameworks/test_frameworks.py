@@ -82,6 +82,14 @@ def test_balanced_experts_of_automodel_train_as_on_one_rank(ranks: int) -> None:
         assert min(found["lost"], found["twice"]) > 0.1  # gradients of copies that are lost or counted twice are seen
 
 
+@needs("nemo_automodel")
+def test_experts_of_automodel_read_no_masked_row_and_no_garbage() -> None:
+    in_chunks = {"chunks": {"tokens": 2, "recompute": True}}
+    kinds = {"plain": {}, "chunks": {"chunks": 2}, "recomputed": in_chunks, "balanced": BALANCED}
+    for found in run_processes(automodel.of_experts, 2, kinds, timeout=TIMEOUT):
+        assert max(found.values()) < 1e-6, found
+
+
 # Read, as these modules do not import here: the name that is wrapped is the one that is called.
 CALLS = {
     ("areal", "areal/engine/megatron_engine.py"): "make_mcore_model",

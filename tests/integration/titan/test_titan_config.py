@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from moe_dispatch.errors import ConfigError, InputError, IntegrationError
 from moe_dispatch.recompute import keep_routes_in
+from tests.idle_groups import garbage_in_idle_groups
 from tests.integration.needs import needs
+from tests.integration.steps import difference
 from tests.integration.titan.moe import EXPERTS, HIDDEN, TOP_K, built, moe_config
 from tests.pages import blocks, run_page
 
@@ -57,9 +59,9 @@ def state_dict_keys(model_config: Any) -> list[str]:
         return list(model_config.build().state_dict())
 
 
-def forward(moe: Any) -> dict[str, Tensor]:
+def forward(moe: Any, tokens: int = 10) -> dict[str, Tensor]:
     torch.manual_seed(1)
-    x_BLD = torch.randn(2, 5, HIDDEN, requires_grad=True)
+    x_BLD = torch.randn(1, tokens, HIDDEN, requires_grad=True)
     y_BLD = moe(x_BLD)
     y_BLD.square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in moe.named_parameters()}
@@ -102,6 +104,17 @@ def test_one_rank_without_a_mesh_computes_what_their_local_dispatcher_does() -> 
     assert set(got) == set(want)
     for name, tensor in want.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("fields", [{}, {"chunks": 2}, {"graph_safe": True, "max_tokens_per_rank": 8}])
+def test_experts_without_rows_get_no_garbage(fields: dict[str, Any]) -> None:
+    want = forward(built(moe_config()), tokens=1)
+    config = moe_config()
+    use(config, **fields)
+    with garbage_in_idle_groups():
+        got, alone = forward(built(config), tokens=1), forward(built(moe_config()), tokens=1)
+    assert difference(got, want) < 1e-2
+    assert difference(alone, want) > 1
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo asks for it

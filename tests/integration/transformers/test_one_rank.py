@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_dispatch import Dispatcher
 from moe_dispatch.errors import ConfigError, LayoutError, StateError
 from moe_dispatch.integrations.transformers import attach
+from tests.idle_groups import garbage_in_idle_groups
 from tests.integration.steps import difference
 from tests.integration.transformers.models import BATCHES, HIDDEN, LAYERS, TOP_K, build, draw_batch
 from tests.integration.transformers.wiring import (
@@ -77,6 +78,21 @@ def test_experts_that_no_row_reaches_get_a_gradient(mesh: DeviceMesh) -> None:
 
 
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 32}
+
+
+@pytest.mark.parametrize("fields", [{}, SAFE, {"chunks": 4}], ids=["plain", "graph-safe", "chunks"])
+def test_experts_without_rows_get_no_garbage(fields: dict[str, Any], mesh: DeviceMesh) -> None:
+    few = draw_batch(6, [1], 1, "right")  # two of eight experts get its one row
+    with garbage_in_idle_groups():
+        model = ready(FAMILY, mesh, name=f"garbage-{'-'.join(fields)}", **fields).train()
+        model(input_ids=few.input_ids).logits.sum().backward()
+        # By transformers alone, garbage arrives.
+        (alone := build(FAMILY)).set_experts_implementation("grouped_mm")
+        alone(input_ids=few.input_ids).logits.sum().backward()
+    right = build(FAMILY).train()
+    right(input_ids=few.input_ids).logits.sum().backward()
+    assert difference(gradients(model), gradients(right)) < 1e-4
+    assert difference(gradients(alone), gradients(right)) > 1
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
