@@ -119,6 +119,24 @@ def _mesh_on_cpu(device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
 
 
 @contextmanager
+def _fsdp_on_cpu() -> Iterator[None]:
+    """A block in which Accelerate wraps FSDP2 on a CPU too, if the config shards over data-parallel ranks."""
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    begin: Any = AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        begin(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        sharded = getattr(self, "parallelism_config", None)
+        if fsdp_plugin is not None and sharded is not None and sharded.dp_shard_size > 1:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    with mock.patch.object(AcceleratorState, "__init__", init):
+        yield
+
+
+@contextmanager
 def on_cpu(ranks: int) -> Iterator[None]:
     """A block in which Axolotl shards and trains on CPU processes, and keeps them together afterwards."""
     global SAVE
@@ -132,6 +150,7 @@ def on_cpu(ranks: int) -> Iterator[None]:
         stack.enter_context(mock.patch.object(shard, "torch", _OnCpu("torch")))
         stack.enter_context(mock.patch("torch.cuda.current_device", return_value=0))
         stack.enter_context(mock.patch("torch.distributed.device_mesh.init_device_mesh", _mesh_on_cpu))
+        stack.enter_context(_fsdp_on_cpu())
         import axolotl.train
 
         SAVE = axolotl.train.save_trained_model
