@@ -124,7 +124,8 @@ def without_idle_garbage(weights: Tensor, offs: Tensor) -> Tensor:
 
     It is for experts that call torch's grouped GEMM themselves, where ``leaves_idle_groups`` is True.
     """
-    return _WithoutIdleGarbage.apply(weights, offs) if weights.requires_grad else weights  # type: ignore[no-any-return, no-untyped-call]
+    same: Tensor = _WithoutIdleGarbage.apply(weights, offs)  # type: ignore[no-untyped-call]
+    return same
 
 
 class _WithoutIdleGarbage(torch.autograd.Function):
@@ -135,7 +136,8 @@ class _WithoutIdleGarbage(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.masked_fill(_is_idle(*ctx.saved_tensors, grad), 0), None
+        (offs,) = ctx.saved_tensors
+        return grad.masked_fill(_is_idle(offs, grad), 0), None
 
 
 class _GroupedMM(torch.autograd.Function):

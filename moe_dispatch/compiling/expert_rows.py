@@ -93,8 +93,10 @@ def aligned_product(rows: Tensor, weights: Tensor, offs: Tensor, padding: Tensor
 
     torch's own grouped GEMM compiles in bfloat16 only, and refuses the expanded gradient of a sum.
     """
+    outputs: Tensor
     if padding is None:
-        return aligned_mm(rows, weights, offs)
+        outputs = aligned_mm(rows, weights, offs)
+        return outputs
     real_R1 = real_rows(offs, padding, rows.shape[0])
     outputs = aligned_mm(torch.where(real_R1, rows, 0), weights, offs)
     return torch.where(real_R1, outputs, 0)  # for gradients, which may hold anything in other rows

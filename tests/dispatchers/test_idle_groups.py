@@ -88,7 +88,11 @@ def test_on_ranks(backend: str, fields: dict[str, Any]) -> None:
 
 
 def test_a_gemm_of_quantised_rows() -> None:
-    fields = {"wire": {"dtype": "float8_e4m3fn", "deliver": "quantised"}, "backend": "local", "pad_multiple": 128}
+    fields: dict[str, Any] = {
+        "wire": {"dtype": "float8_e4m3fn", "deliver": "quantised"},
+        "backend": "local",
+        "pad_multiple": 128,
+    }
     dispatcher = build_dispatcher(small_config(**{**fields, "hidden_size": 128}))
     x, routing = torch.ones(5, 128), routed(5, torch.float32)[1]
     own = torch.ones(NUM_EXPERTS, 128, INNER).requires_grad_()
@@ -121,8 +125,8 @@ class Operations(TorchDispatchMode):
     """Counts operations, those of a backward too."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1

@@ -1,8 +1,11 @@
 """Leave padding out of what a router of Megatron computes. Its padding mask is True where a row is padding.
 
-Megatron's own routers, up to 0.19.2, do so in part. Under ``calculate_per_token_loss`` they scale the losses by the rows
-of all ranks, because an all-reduce in place changes the number of their own; their counts for a bias take the mask for a
-map; and quantile balancing refuses a mask. The routing of verl's replay ignores it.
+Megatron's own routers, up to 0.19.2, do so in part:
+
+- Under ``calculate_per_token_loss`` they scale losses by the rows of all ranks, because an all-reduce in place changes
+  the number of their own rows.
+- Their counts for an expert bias take the mask for a map of tokens and experts.
+- Quantile balancing refuses a mask. And the routing of verl's replay ignores it.
 """
 
 from __future__ import annotations
@@ -99,7 +102,9 @@ def _mean_counts(counts: Callable[..., Any], *args: Any, reduce_group: Any, **kw
     return tokens_per_expert, total / reduce_group.size(), total
 
 
-def _mean_z_loss(z_loss: Callable[..., Tensor], router: Any, logits: Tensor, coeff: float, padding_mask: Tensor) -> Tensor:
+def _mean_z_loss(
+    z_loss: Callable[..., Tensor], router: Any, logits: Tensor, coeff: float, padding_mask: Tensor
+) -> Tensor:
     """Return this rank's part of the mean over the real rows of all ranks. Megatron adds means over those of a rank."""
     loss, group = z_loss(logits, coeff, padding_mask=padding_mask), router.tp_cp_group
     if router.calculate_per_token_loss or group.size() == 1:
@@ -107,7 +112,8 @@ def _mean_z_loss(z_loss: Callable[..., Tensor], router: Any, logits: Tensor, coe
     own = (~padding_mask).sum()
     total = own.clone()
     torch.distributed.all_reduce(total, group=group)
-    return loss * own * group.size() / total.clamp(min=1)
+    mean: Tensor = loss * own * group.size() / total.clamp(min=1)
+    return mean
 
 
 class _BiasCounts:

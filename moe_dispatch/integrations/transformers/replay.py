@@ -136,14 +136,14 @@ class _Layer:
         self._choice = _Choice(cut, self._number)
         self._choice.__enter__()  # type: ignore[no-untyped-call]
 
-    def _after_router(self, router: nn.Module, args: Any, output: Any) -> None:
+    def _after_router(self, router: nn.Module, args: Any, output: Any) -> Any:
         """Check that the choice was replaced. This hook also runs if the router or a pre-hook raised."""
         choice, self._choice = self._choice, None
         if choice is None:
-            return
+            return output
         choice.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if output is None:
-            return
+            return output
         if len(choice.drifts) != 1:
             seen = ", ".join(choice.calls) or "none"
             raise ConfigError(
@@ -154,6 +154,7 @@ class _Layer:
         wiring = wiring_of(self._experts)
         if wiring is not None:
             wiring.drift = choice.drifts[0]
+        return choice.without_vanished(output)
 
 
 @final
@@ -169,6 +170,7 @@ class _Choice(TorchFunctionMode):
         self.wanted = f"{cut.table.top_k} of {cut.table.num_experts} experts"
         self.calls: list[str] = []
         self.drifts: list[Tensor | None] = []
+        self._vanished_T1: Tensor | None = None
 
     def __torch_function__(
         self,
@@ -191,7 +193,33 @@ class _Choice(TorchFunctionMode):
         ids_TK = torch.where(ids_TK == NOWHERE, UNKNOWN, ids_TK)
         routing = replayed(ids_TK, scores, normalize=False, own_ids_TK=own)
         self.drifts.append(routing.drift)
-        return torch.return_types.topk((routing.topk_weights, routing.topk_ids))
+        self._vanished_T1 = _vanished(routing.topk_weights, scores)
+        weights_TK = torch.where(self._vanished_T1, 1, routing.topk_weights)
+        return torch.return_types.topk((weights_TK, routing.topk_ids))
+
+    def without_vanished(self, output: Any) -> Any:
+        """Return the output of the router with weights of 0 where all probabilities at the replayed experts are 0.
+
+        There the router got ones, so its normalisation did not divide by 0, and made equal weights of them. Routers
+        that take weights from elsewhere have others.
+        """
+        if not isinstance(output, tuple) or self._vanished_T1 is None:
+            return output
+        shape = (len(self._vanished_T1), self._cut.table.top_k)
+        return tuple(
+            torch.where(self._vanished_T1 & (item == item[:, :1]).all(1, keepdim=True), 0, item)
+            if isinstance(item, Tensor) and item.is_floating_point() and item.shape == shape
+            else item
+            for item in output
+        )
+
+
+def _vanished(chosen_TK: Tensor, scores_TE: Tensor) -> Tensor:
+    """Return whether scores are probabilities, and 0 at all chosen experts of a row, bool (T, 1)."""
+    with torch.no_grad():
+        tiny = torch.finfo(scores_TE.dtype).tiny
+        low_T1, high_T1 = torch.aminmax(scores_TE, dim=1, keepdim=True)
+        return (chosen_TK < tiny).all(1, keepdim=True) & (low_T1 >= 0) & (high_T1 > tiny)
 
 
 def _router_beside(model: nn.Module, experts: str) -> tuple[str, nn.Module]:

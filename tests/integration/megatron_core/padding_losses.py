@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.integration.megatron_core import test_packed
 from tests.integration.megatron_core.layer import EXPERTS, HIDDEN, TOP_K, Case, Parallel
 from tests.integration.megatron_core.model import moe_block
+from tests.integration.steps import difference
 
 GAPS, EVEN = (5, 3, 0, 4), (8, 4, 4, 8)  # rows of each sequence; EVEN with the gaps
 ALONE = Parallel(ep=1)
@@ -64,9 +65,7 @@ def compared(rank: int, parallel: Parallel, loss: str, per_token: bool) -> float
     What Megatron itself makes of a division by ranks, it makes without gaps too.
     """
     config = {**LOSSES[loss], "calculate_per_token_loss": per_token}
-    with_ranks, without = (
-        gradient(rank, where, EVEN, ours=False, **config) for where in (parallel, ALONE)
-    )
+    with_ranks, without = (gradient(rank, where, EVEN, ours=False, **config) for where in (parallel, ALONE))
     scale = float((with_ranks * without).sum() / without.square().sum())
     want = gradient(rank, ALONE, GAPS, ours=False, **config) * scale
     got = gradient(rank, parallel, GAPS, ours=True, **config)
@@ -85,7 +84,7 @@ def quantile(rank: int) -> dict[str, float]:
         found[ours] = outcome, block.layers[0].mlp.router.qb_beta_accum.clone()
     sent = block.layers[0].mlp.token_dispatcher.dispatcher.metrics().real_tokens_per_expert.sum()
     return {
-        "outcome": test_packed.difference(found[True][0], found[False][0]),
+        "outcome": difference(found[True][0], found[False][0]),
         "bias": float((found[True][1] - found[False][1]).abs().max()),
         "sent": int(sent),
         "wanted": sum(GAPS) * TOP_K,
@@ -93,7 +92,7 @@ def quantile(rank: int) -> dict[str, float]:
 
 
 def with_routing_of_verl(rank: int) -> dict[str, float]:
-    """verl's replay replaces the routing of all routers by one that ignores the mask. Ours counts real rows all the same."""
+    """verl's replay replaces the routing of all routers by one that ignores the mask. Real rows count all the same."""
     from tests.integration.frameworks.sources import import_real
 
     bare = ("verl", "verl.utils", "verl.utils.megatron")

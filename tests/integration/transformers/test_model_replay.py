@@ -34,6 +34,7 @@ from tests.integration.transformers.replaying import (
     names_of,
     on_two_ranks,
     replay_losses,
+    routers_of,
 )
 from tests.integration.transformers.wiring import (
     gradients,
@@ -64,6 +65,31 @@ def test_weights_are_those_of_the_forced_router(family: str) -> None:
     table = draw_table(len(experts_of(model)))
     drifted, replayed = check(model, family, table, replay_losses(model, table, TWO))
     assert drifted > replayed / 2 > 0  # the table is not what the routers choose
+
+
+@pytest.mark.parametrize("family", ["hunyuan_v1_moe", "mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_probabilities_of_0_at_replayed_experts_give_no_nan(family: str) -> None:
+    """A router that is far from that of the table. Normalised, the weights would be 0 divided by 0."""
+    model = double(family)
+    found: list[torch.Tensor] = []
+    for router in routers_of(model):
+        for parameter in router.parameters():
+            parameter.data.mul_(1e6)
+    for name in experts_of(model):
+        model.get_submodule(name).register_forward_pre_hook(lambda _, args: found.append(args[2].detach()))
+    table = draw_table(len(experts_of(model)))
+    for loss in replay_losses(model, table, TWO):
+        loss.backward()
+        assert loss.isfinite()
+    assert all(grad.isfinite().all() for grad in gradients(model).values())
+    weights_NK = torch.cat([weights_TK.view(-1, TOP_K) for weights_TK in found])
+    vanished_N = (weights_NK == 0).all(1)
+    if family in ("hunyuan_v1_moe", "mixtral", "olmoe", "qwen3_moe"):
+        assert vanished_N.any()
+        if family != "olmoe":  # which does not normalise
+            assert torch.equal(weights_NK.sum(1) == 0, ~torch.isclose(weights_NK.sum(1), weights_NK.sum(1).max()))
+    elif family == "gpt_oss":
+        assert not vanished_N.any()  # its softmax is over the chosen logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
