@@ -140,7 +140,8 @@ def operations_of_a_step() -> int:
     with Operations() as operations:
         out = products(sent, own)
         torch.autograd.grad(out, own, torch.ones_like(out))
-    return operations.count
+    count: int = operations.count
+    return count
 
 
 def test_a_right_gemm_costs_no_operation_more() -> None:

@@ -237,7 +237,8 @@ def test_a_twin_trains_by_itself() -> None:
         assert not torch.equal(twin.first.matrices, before)
         y.sum().backward()
         assert model.first.matrices.grad is not None
-        model.first.close(), model.second.close()
+        for layer in (model.first, model.second):
+            layer.close()
         check(twin, group)  # which has shares of its own
 
     on_ranks(body, RANKS)
