@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, NoReturn, Protocol, TypeVar, final
 
 import torch
 import torch.distributed as dist

@@ -36,9 +36,6 @@ SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_retried_step_has_the_bits_of_one_that_fits": ("Automodel #3931", "Megatron-LM #6229"),
     },
     "tests/dispatchers/test_idle_groups.py": {"test_in_one_process": ("PyTorch #172439",)},
-    "tests/dispatchers/test_join.py": {
-        "test_gradients_are_those_of_the_dense_model": ("Model-Optimizer #1966", "Megatron-LM #4226"),
-    },
     "tests/dispatchers/test_reported_failures.py": {
         "test_a_communicator_opens_before_the_first_step": ("ms-swift #9486",),
         "test_all_ranks_call_collectives_in_one_order": ("Megatron-LM #5749", "Megatron-LM #1810"),
