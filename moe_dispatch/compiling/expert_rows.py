@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.library import get_ctx
 
-from moe_dispatch._expert_rows import contiguous_gradient, real_rows, torch_grouped_mm
+from moe_dispatch._expert_rows import real_rows, torch_grouped_mm
+from moe_dispatch._strides import dense
 from moe_dispatch.compiling.registration import operator
 
 
@@ -60,9 +61,9 @@ def aligned_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
         (R, H); for the gradient of the matrices, (L, D, H).
     """
     if right.dim() == 3:
-        left = contiguous_gradient(left)
+        left = dense(left)
     else:
-        right = contiguous_gradient(right)
+        right = dense(right)
     return torch_grouped_mm(left, right, offs).contiguous()
 
 

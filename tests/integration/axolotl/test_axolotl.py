@@ -46,13 +46,10 @@ TRAINED = {
 }
 # With an expert group that is smaller than the world. Accelerate then wraps FSDP2, also on a CPU.
 WITH_FSDP2: dict[str, Any] = {"expert_parallel_size": 2, "dp_shard_size": 2}
-WITH_CONTEXT: dict[str, Any] = {"expert_parallel_size": 2, "context_parallel_size": 2}
 ON_FOUR = {
     "balanced": TRAINED["balanced"],
     "dp_shard": Case(fields=PLAIN, keys=WITH_FSDP2),
     "dp_shard, balanced": Case(fields=BALANCED, keys=WITH_FSDP2),
-    "dp_shard, checkpointing": Case(fields=PLAIN, keys=WITH_FSDP2 | CHECKPOINTED),
-    "dp_shard, LoRA on experts": Case(fields=PLAIN, keys=WITH_FSDP2 | ON_EXPERTS),
 }
 REFUSED = {
     "backend": (Case(fields={"backend": "altoall"}), "Unknown backend 'altoall'"),
