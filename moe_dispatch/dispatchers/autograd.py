@@ -24,7 +24,7 @@ from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.types import Plan, check_plain
+from moe_dispatch.types import Dispatched, Plan, check_plain
 
 if TYPE_CHECKING:
     from moe_dispatch.carry.columns import CarriedColumns
@@ -308,6 +308,29 @@ def send(channel: Channel, state: State, x_TD: Tensor) -> tuple[Tensor | Encoded
     number = channel.trail.follow(what, x_TD.device, of=state.number, dispatcher=dispatcher)
     with torch.no_grad():
         return state.route.send(pad(x_TD, state.real_rows, state.padded)), state.changed(number=number)
+
+
+def attach(
+    make: Callable[..., Dispatched],
+    rows: Tensor | Encoded,
+    weights_R: Tensor | None,
+    state: State,
+    sent: tuple[Tensor, Tensor | None],
+) -> Dispatched:
+    """Attach rows that arrived to the autograd graph, and return the result of the dispatch. The end of every dispatch.
+
+    Args:
+        make: Function that returns the result from its ``in_graph`` and ``weights``.
+        rows: (R, D); as they travelled if ``MoEShape.quantised``.
+        weights_R: Weights of these rows; None if they took the route of an earlier dispatch.
+        state: State of the result.
+        sent: (T, D) and (T, K), the rows and the weights that were sent; None for the weights as above.
+    """
+    x_TD, weights_TK = sent
+    received = (rows if isinstance(rows, Tensor) else rows.stand_in(x_TD.dtype), weights_R)
+    in_graph, weights = Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
+    made = make(in_graph=in_graph, weights=weights)
+    return made if isinstance(rows, Tensor) else rows.added_to(made, state.lease.channel.shape.wire_dtype)
 
 
 class Dispatch(torch.autograd.Function):

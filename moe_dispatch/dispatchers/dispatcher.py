@@ -297,12 +297,12 @@ class Dispatcher(OwnNames):
                 x_TD = state.layout.flatten(x)
                 checks.check_again(x_TD, state.num_rows, again.in_graph.device, channel)
                 arrived, state = autograd.send(channel, state, x_TD)
-                x_TD = autograd.anchor(x_TD, channel)
-                rows = arrived if isinstance(arrived, Tensor) else arrived.stand_in(x_TD.dtype)
-                rows, _ = autograd.Dispatch.apply(x_TD, None, state, (rows, None))  # type: ignore[no-untyped-call]
-                weights = autograd.tie(again.weights, rows)
-                sent = dataclasses.replace(again, in_graph=rows, weights=weights, state=state)
-                return sent if isinstance(arrived, Tensor) else arrived.added_to(sent, channel.shape.wire_dtype)
+
+                def result(in_graph: Tensor, weights: None) -> Dispatched:
+                    weights_R = autograd.tie(again.weights, in_graph)
+                    return dataclasses.replace(again, in_graph=in_graph, weights=weights_R, state=state)
+
+                return autograd.attach(result, arrived, None, state, (autograd.anchor(x_TD, channel), None))
         except Exception as error:
             self._lease.name_in(error)
             raise
@@ -623,24 +623,17 @@ def receive(
         route=arrived.route,
         number=departed.number,
     )
-    rows = arrived.rows if isinstance(arrived.rows, Tensor) else arrived.rows.stand_in(x_TD.dtype)
-    received = (rows, arrived.weights)
-    rows, weights = autograd.Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
-    sent = Dispatched(
-        in_graph=rows,
+    result = partial(
+        Dispatched,
         tokens_per_expert=arrived.tokens_per_expert,
         real_tokens_per_expert=arrived.real_tokens_per_expert,
         host_counts=arrived.tokens_per_expert_list,
-        weights=weights,
         pad_multiple=departed.channel.shape.pad_multiple,
         placement=None if departed.assigned is None else departed.assigned.placement,
         state=state,
     )
-    if departed.columns is not None:
-        sent = departed.columns.attach(sent)
-    if isinstance(arrived.rows, Tensor):
-        return sent
-    return arrived.rows.added_to(sent, departed.channel.shape.wire_dtype)
+    sent = autograd.attach(result, arrived.rows, arrived.weights, state, (x_TD, weights_TK))
+    return sent if departed.columns is None else departed.columns.attach(sent)
 
 
 def once(lease: Lease, complete: Callable[[], Dispatched], device: torch.device) -> Callable[[], Dispatched]:

@@ -251,29 +251,21 @@ def _send(kept: Kept, channel: Channel, x_TD: Tensor, routing: Routing, ids_TK: 
     if not kept.recorded:  # nobody knew then whether weights require grad
         state = state.changed(wants_weights=weights_TK.requires_grad)
     rows, state = autograd.send(channel, state, x_TD)
-    return partial(_attach, sent, channel, state, rows, x_TD, weights_TK)
+    return partial(_attach, sent, state, rows, (x_TD, weights_TK))
 
 
 def _attach(
-    sent: Dispatched,
-    channel: Channel,
-    state: autograd.State,
-    rows: Tensor | Encoded,
-    x_TD: Tensor,
-    weights_TK: Tensor,
+    sent: Dispatched, state: autograd.State, rows: Tensor | Encoded, given: tuple[Tensor, Tensor]
 ) -> Dispatched:
-    received = rows if isinstance(rows, Tensor) else rows.stand_in(x_TD.dtype), sent.weights.clone()
-    in_graph, weights = autograd.Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
-    attached = dataclasses.replace(
+    result = partial(
+        dataclasses.replace,
         sent,
-        in_graph=in_graph,
-        weights=weights,
         tokens_per_expert=sent.tokens_per_expert.clone(),
         real_tokens_per_expert=sent.real_tokens_per_expert.clone(),
         state=state,
         carried=_copied(sent.carried),
     )
-    return attached if isinstance(rows, Tensor) else rows.added_to(attached, channel.shape.wire_dtype)
+    return autograd.attach(result, rows, sent.weights.clone(), state, given)
 
 
 def _copied(carried: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
