@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch import Tensor
 
 from moe_dispatch._probing import require_plug_in
 from moe_dispatch.dispatchers import Dispatcher
@@ -36,6 +37,7 @@ class Recording:
         steps = 2**62  # as many as the block has
         self._recorders = [Recorder(steps, by_position=True) for _ in self._channels]
         self._batches: list[tuple[tuple[SequenceId | None, ...], list[int]]] = []
+        self._cached: list[bool] = []  # of each batch, whether its forwards continue one another
 
     def __enter__(self) -> Recording:
         if any(map(self._recorders[0].records, self._channels)):
@@ -51,11 +53,15 @@ class Recording:
         for channel, recorder in zip(self._channels, self._recorders, strict=True):
             channel.observers.remove(recorder)
 
-    def micro_batch(self, sequences: Sequence[SequenceId | None]) -> None:
+    def micro_batch(self, sequences: Sequence[SequenceId | None], *, cached: bool = False) -> None:
         """Name the sequences of the micro-batch whose forward comes next, in the order of its layout.
 
-        None stands for a sequence that is not recorded, such as dummy tokens.
+        Args:
+            sequences: Their names. None stands for a sequence that is not recorded, such as dummy tokens.
+            cached: Whether several forwards follow, each of which continues the sequences where the last one ended, as
+                those of ``generate`` with a cache do. A beam search, which moves sequences, cannot be recorded.
         """
+        self._cached.append(cached)
         self._batches.append((tuple(sequences), [len(recorder.notes) for recorder in self._recorders]))
 
     def table(self) -> RoutingTable:
@@ -77,7 +83,8 @@ class Recording:
             torch.accelerator.synchronize(device)
         lengths: dict[SequenceId, int] = {}
         positions = []
-        for note, names, _ in parts:
+        ends: dict[Any, Tensor] = {}  # by layer and batch, how many tokens of each sequence earlier forwards had
+        for note, names, batch in parts:
             layout = note.layout()
             if len(names) != layout.num_sequences(note.shape):
                 raise InputError(
@@ -85,6 +92,11 @@ class Recording:
                     f"{layout.num_sequences(note.shape)} sequences of {layout}. Pass one name per sequence."
                 )
             sequence_T, position_T = layout.positions(note.shape)
+            if self._cached[batch]:
+                ended_B = ends.setdefault((note.owner, batch), torch.zeros(len(names), dtype=torch.int64, device="cpu"))
+                real = sequence_T >= 0
+                position_T = torch.where(real, position_T + ended_B[sequence_T.clamp(min=0)], position_T)
+                ended_B += torch.bincount(sequence_T[real], minlength=len(names))
             positions.append((sequence_T, position_T))
             for index, name in enumerate(names):
                 if name is not None:
@@ -105,8 +117,9 @@ class Recording:
                     raise
                 raise InputError(
                     f"Recording.table: layer {layer} ({note.name!r}) must run once after each call of micro_batch, got "
-                    f"{count} runs that chose other experts. Call micro_batch before each forward. A model that "
-                    "repeats its layers within a forward cannot be recorded: a table has one entry for each of them."
+                    f"{count} runs that chose other experts. Call micro_batch before each forward, or once with "
+                    "cached=True before a generate() with a cache. A model that repeats its layers within a forward "
+                    "cannot be recorded: a table has one entry for each of them."
                 ) from error
         table.check_distinct()
         return table

@@ -24,7 +24,7 @@ from torch import Tensor
 from moe_dispatch.communication import Communicator, raise_alike
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
-from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, StateError, TraceError
+from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, StateError, TraceError, shown
 from moe_dispatch.layouts import Layout
 from moe_dispatch.replay import file
 from moe_dispatch.replay.cut import Cut, SequenceId, check_known, rows_of_rank, span
@@ -191,11 +191,17 @@ class RoutingTable:
                 all of them in order.
 
         Raises:
+            InputError: There are no dispatchers, or a mapping has other keys than numbers.
             StateError: A dispatcher is closed, or its channel is being recorded already.
 
         Cost: a copy of the ids to the host in each dispatch, without a host sync.
         """
         numbered = dispatchers if isinstance(dispatchers, Mapping) else dict(enumerate(dispatchers))
+        if names := [key for key in numbered if not isinstance(key, int)]:
+            raise InputError(
+                f"RoutingTable.record: dispatchers must have the numbers of their MoE layers, got {shown(names[0])}. "
+                "Pass [*dispatchers.values()] if these are all MoE layers, in order."
+            )
         return Recording(numbered, cls.unknown)
 
     @classmethod
