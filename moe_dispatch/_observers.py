@@ -118,9 +118,10 @@ def tell_started(channel: Channel, lease: Lease, x: Tensor, routing: Routing, la
 
 
 def may_be_wrapped() -> bool:
-    """Whether torch may have wrapped the model: in the forward of DistributedDataParallel, and if FSDP is loaded."""
-    in_ddp = getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
-    return in_ddp or "torch.distributed.fsdp" in sys.modules
+    """Whether torch may have wrapped the model: in the forward of DistributedDataParallel, and after fully_shard."""
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        return True
+    return bool(getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None))
 
 
 def tell_combined(channel: Channel, lease: Lease, rows: Tensor) -> None:
