@@ -117,16 +117,44 @@ def tell_started(channel: Channel, lease: Lease, x: Tensor, routing: Routing, la
         observer.started(lease, x, routing, layout)
 
 
-def may_be_wrapped() -> bool:
-    """Whether torch may have wrapped the model: in the forward of DistributedDataParallel, and after fully_shard."""
+_without_fsdp1: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+def may_be_wrapped(lease: Lease, rows: Tensor) -> bool:
+    """Whether torch may have wrapped the model: in the forward of DistributedDataParallel, and after fully_shard.
+
+    FullyShardedDataParallel leaves no record. If it is loaded, the first rows of each dispatcher that have a graph show
+    whether the experts are views of its flat parameters.
+    """
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         return True
+    if "torch.distributed.fsdp._flat_param" in sys.modules and rows.grad_fn is not None and lease not in _without_fsdp1:
+        if any(hasattr(parameter, "_is_flat_param") for parameter in parameters_behind(rows)):
+            return True
+        _without_fsdp1.add(lease)
     return bool(getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None))
+
+
+def parameters_behind(rows: Tensor) -> list[Tensor]:
+    """Return the parameters that rows of experts were computed with."""
+    from moe_dispatch.dispatchers.autograd import Dispatch  # noqa: PLC0415 - it imports this file
+
+    seen, used, nodes = set[Any](), list[Tensor](), [rows.grad_fn]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen or isinstance(node, Dispatch._backward_cls):
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of the node of a leaf
+        if variable is not None:
+            used.append(variable)
+        nodes.extend(following for following, _ in node.next_functions)
+    return used
 
 
 def tell_combined(channel: Channel, lease: Lease, rows: Tensor) -> None:
     """Tell the observers of a channel about a combine. If the model may be wrapped, one looks at the wrapper."""
-    if may_be_wrapped() and has_code("moe_dispatch.observers"):
+    if may_be_wrapped(lease, rows) and has_code("moe_dispatch.observers"):
         from moe_dispatch.observers.wrappers import WrapperObserver  # noqa: PLC0415 - other models never need it
 
         _attach(channel, WrapperObserver)

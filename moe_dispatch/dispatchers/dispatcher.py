@@ -590,7 +590,7 @@ def bring_back(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor
     try:
         with profiler_range("combine"):
             rows = checks.check_combine(rows, sent.in_graph, channel)
-            if channel.observers or may_be_wrapped():
+            if channel.observers or may_be_wrapped(sent.state.lease, rows):
                 tell_combined(channel, sent.state.lease, rows)
             weights_R = autograd.anchor(sent.weights, channel)
             y: Tensor = autograd.Combine.apply(rows, weights_R, sent.state, channel)  # type: ignore[no-untyped-call]

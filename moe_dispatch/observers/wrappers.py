@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -16,9 +15,8 @@ from torch.distributed import _composable_state
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_dispatch._observers import Observer
+from moe_dispatch._observers import Observer, parameters_behind
 from moe_dispatch.communication import real_group
-from moe_dispatch.dispatchers.autograd import Dispatch
 
 if TYPE_CHECKING:
     from moe_dispatch.dispatchers.channel import Channel, Lease
@@ -54,7 +52,7 @@ class WrapperObserver(Observer):
         ranks = set[int]()
         with suppress(KeyError):  # torch.distributed does not know a group that was made by hand
             ranks = {*dist.get_process_group_ranks(real_group(self._group))}
-        used = _leaves(rows)
+        used = {id(parameter): parameter for parameter in parameters_behind(rows)}
         found = [*(_by_ddp(ddp, used) if ddp is not None else ()), *self._by_fsdp(lease, used), *_by_fsdp1(used)]
         mixed = [(by, name) for by, name, shared in found if len(ranks.intersection(shared)) > 1]
         for by in dict.fromkeys(by for by, _ in mixed):
@@ -111,21 +109,6 @@ def _lease_of(module: Any) -> Any:
     return getattr(module, "_lease", None)
 
 
-def _leaves(rows: Tensor) -> dict[int, Any]:
-    """Return the parameters that rows of experts were computed with, by their ``id``."""
-    seen, used, nodes = set[Any](), dict[int, Any](), [rows.grad_fn]
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen or isinstance(node, Dispatch._backward_cls):
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)  # of the node of a leaf
-        if variable is not None:
-            used[id(variable)] = variable
-        nodes.extend(following for following, _ in node.next_functions)
-    return used
-
-
 def _by_ddp(wrapper: Any, used: dict[int, Any]) -> Iterator[Managed]:
     ranks = dist.get_process_group_ranks(wrapper.process_group)
     for name, parameter in wrapper.module.named_parameters():
@@ -135,9 +118,8 @@ def _by_ddp(wrapper: Any, used: dict[int, Any]) -> Iterator[Managed]:
 
 def _by_fsdp1(used: dict[int, Any]) -> Iterator[Managed]:
     """Yield what FullyShardedDataParallel manages. It computes with views of flat parameters, which only it knows."""
-    flat: Any = getattr(sys.modules.get("torch.distributed.fsdp._flat_param"), "FlatParameter", None)
     for parameter in used.values():
-        if flat is not None and isinstance(parameter, flat):
+        if hasattr(parameter, "_is_flat_param"):
             for referrer in gc.get_referrers(parameter):
                 handle = referrer if isinstance(referrer, dict) else getattr(referrer, "__dict__", {})
                 if handle.get("flat_param") is parameter and "process_group" in handle:

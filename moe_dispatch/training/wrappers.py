@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_dispatch.errors import ConfigError
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +37,18 @@ class Managed:
 
 
 def managed_parameters(model: nn.Module) -> dict[int, Managed]:
-    """Return what DDP or fully_shard does with each parameter that it manages, by ``id`` of the parameter."""
+    """Return what DDP or fully_shard does with each parameter that it manages, by ``id`` of the parameter.
+
+    Raises:
+        ConfigError: FullyShardedDataParallel manages a parameter.
+    """
     found: dict[int, Managed] = {}
+    for name, flattened in model.named_parameters():
+        if getattr(flattened, "_fsdp_flattened", False):  # set on flat parameters, and on those that went into them
+            raise ConfigError(
+                "Setup: the model must not be wrapped in FullyShardedDataParallel, which joins parameters of all kinds "
+                f"in flat ones, got {name}. Call Setup(mesh).shard instead, which calls fully_shard."
+            )
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             ranks = (*dist.get_process_group_ranks(module.process_group),)

@@ -36,12 +36,13 @@ def edges(rank: int) -> dict[str, Any]:
         return nn.Sequential(nn.Linear(6, 6), Layer(group))
 
     plain = model()
-    plain[0].weight.requires_grad_(False)
+    frozen, stack = plain.get_parameter("0.weight"), plain.get_parameter("1.stack.up")
+    frozen.requires_grad_(False)
     setup.start(plain)
     plain(x).square().mean().backward()
     setup.reduce(plain)
-    found["frozen"] = plain[0].weight.grad
-    stack = plain[1].stack["up"]
+    found["frozen"] = frozen.grad
+    assert stack.grad is not None
     want = stack.grad.clone()
     found["twice"] = raised(StateError, setup.reduce, plain)
     setup.clip(plain, 1.0)
@@ -51,9 +52,9 @@ def edges(rank: int) -> dict[str, Any]:
     for dtype in (torch.float16, torch.float32):
         half = model()
         setup.shard(half, MixedPrecisionPolicy(reduce_dtype=dtype))
-        half[0].weight.requires_grad_(False)
+        half.get_parameter("0.weight").requires_grad_(False)
         half(x).square().mean().backward()
-        gradient = half[1].stack["up"].grad
+        gradient = half.get_parameter("1.stack.up").grad
         assert isinstance(gradient, DTensor)
         found[f"one copy, {dtype}"] = ((gradient.to_local() - want).norm() / want.norm()).item()
     low = model().bfloat16()

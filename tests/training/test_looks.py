@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import warnings
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _composable_state
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing
 from moe_dispatch.training import Setup
 from moe_dispatch_testing import run_processes
-from tests.training.test_table import mesh_of
+from tests.training.test_table import mesh_of, refusal
 
 CONFIG = DispatcherConfig(num_experts=4, top_k=2, hidden_size=6)
+
+REFUSED = (
+    "Setup: the model must not be wrapped in FullyShardedDataParallel, which joins parameters of all kinds in flat"
+)
 
 
 class Layer(Dispatcher):
@@ -59,7 +66,6 @@ def looks(rank: int) -> dict[str, list[str]]:
         sharded = model(frozen=frozen)
         fully_shard(sharded, mesh=mesh["ep"])
         found[f"fully_shard, {frozen=}"] = said_by(sharded, frozen=frozen)
-    found["FSDP1"] = said_by(FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True))
     found["DDP"] = said_by(DistributedDataParallel(model()))
     right = model()
     Setup(mesh).shard(right)
@@ -86,17 +92,82 @@ def test_the_first_forward_warns_of_wrappers_that_mix_experts() -> None:
             "fully_shard, frozen=False": "fully_shard",
             "fully_shard, frozen=True": "fully_shard",
             "wrapped later": "fully_shard",
-            "FSDP1": "FullyShardedDataParallel",
             "DDP": "DistributedDataParallel",
         }.items():
             (said,) = found[case]
-            number, name = (
-                (4, "1.router.weight") if case == "FSDP1" else (1, "1.stack.up")
-            )  # which flattens all of them
-            start = f"Dispatcher.combine: {by} must leave out the parameters of experts, got {number} that it manages ("
-            assert said.startswith(start), case
-            assert f"{name}) among ranks that hold different experts" in said, case
+            start = f"Dispatcher.combine: {by} must leave out the parameters of experts, got 1 that it manages ("
+            assert said.startswith(f"{start}1.stack.up) among ranks that hold different experts"), case
         (said,) = found["adapters, False"]
         assert "fully_shard does not average the gradients of 1 adapters, which were added after it (0.lora_A" in said
         assert not found["adapters, True"]
         assert not found["shard"] + found["ddp"] + found["unwrapped"]
+
+
+class Up(nn.Module):
+    """Experts that a dispatcher holds as a module, which FSDP can wrap."""
+
+    def __init__(self, held: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(held, 6, 6))
+
+    def forward(self, sent: Dispatched) -> Tensor:
+        return sent.grouped_mm(sent.rows, self.up)
+
+
+class ModuleLayer(Layer):
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.stack = Up(4 // group.size())  # type: ignore[assignment]
+
+    def run_experts(self, sent: Dispatched) -> Tensor:
+        rows: Tensor = self.stack(sent)
+        return rows
+
+
+def looks_at_fsdp1(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    mesh = mesh_of(copies=1, ep=2)
+    setup, group = Setup(mesh), mesh["ep"].get_group()
+    fsdp1 = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 6), ModuleLayer(group))
+
+    found["none"] = said_by(model())
+    for originals in (False, True):
+        whole = fsdp1(model(), use_orig_params=originals)
+        found[f"model, {originals=}"] = said_by(whole), refusal(setup, whole)
+        experts = model()
+        layer: Any = experts[1]
+        layer.stack = fsdp1(layer.stack, use_orig_params=originals)
+        found[f"experts, {originals=}"] = said_by(experts), refusal(setup, experts)
+    inner = model()
+    fsdp1(inner, use_orig_params=True)
+    found["model inside"] = refusal(setup, inner)
+    copies = model()
+    layer = copies[1]
+    layer.stack = fsdp1(layer.stack, process_group=mesh["copies"].get_group())
+    found["copies"] = said_by(copies)
+    frozen = model()
+    frozen[1].stack.requires_grad_(False)
+    found["frozen"] = said_by(fsdp1(frozen, use_orig_params=True), frozen=True)
+    found["fully_shard"] = len(_composable_state._module_state_mapping)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP.*:FutureWarning")
+def test_fsdp1_is_warned_of_and_refused_where_nobody_used_fully_shard() -> None:
+    for found in run_processes(looks_at_fsdp1, 2, timeout=timedelta(seconds=60)):
+        assert found["fully_shard"] == 0
+        for originals in (False, True):
+            for case in ("model", "experts"):
+                (said,), refused = found[f"{case}, {originals=}"]
+                assert said.startswith(
+                    "Dispatcher.combine: FullyShardedDataParallel must leave out the parameters of experts, got "
+                ), case
+                assert "among ranks that hold different experts" in said
+                assert REFUSED in refused
+        assert REFUSED in found["model inside"]
+        (said,) = found["frozen"]
+        assert "FullyShardedDataParallel must leave out" in said
+        assert not found["none"] + found["copies"]
