@@ -141,11 +141,14 @@ def test_quoted_errors_are_raised(code: str, monkeypatch: pytest.MonkeyPatch) ->
         assert re.fullmatch(text, str(caught.value)), caught.value
 
 
-def test_a_rank_that_leaves_the_layer_out_shows_as_the_quoted_timeout() -> None:
+def test_a_rank_that_leaves_a_backward_out_shows_as_the_quoted_timeout() -> None:
     def body(group: Any) -> None:
         dispatcher = build_dispatcher(_config(), group)
+        x = torch.ones(1, 16, requires_grad=True)
+        sent = dispatcher.dispatch(x, Routing(torch.tensor([[0, 1]]), torch.ones(1, 2)))
+        y = dispatcher.combine(sent.rows, sent)
         if group.rank() == 0:
-            dispatcher.dispatch(torch.ones(1, 16), Routing(torch.tensor([[0, 1]]), torch.ones(1, 2)))
+            y.sum().backward()
 
     (symptom,) = quoted("The job hangs")
     with pytest.raises(RuntimeError, match=symptom):
