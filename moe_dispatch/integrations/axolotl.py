@@ -112,7 +112,8 @@ class MoEDispatchPlugin(BasePlugin):  # type: ignore[misc]
                 "with torchrun or accelerate."
             )
         config = config_for(model.config, **cfg.moe_dispatch.to_dict())
-        name = f"moe_dispatch_{config.digest}"  # one process may load several models
+        # One process may load several models, also with other groups.
+        name = f"moe_dispatch_{config.digest}_{group.group_name}"
         register(config, group=group, name=name)
         model.set_experts_implementation(name)
         attach(model)

@@ -59,7 +59,9 @@ class Recording:
         Args:
             sequences: Their names. None stands for a sequence that is not recorded, such as dummy tokens.
             cached: Whether several forwards follow, each of which continues the sequences where the last one ended, as
-                those of ``generate`` with a cache do. A beam search, which moves sequences, cannot be recorded.
+                those of ``generate`` with a cache do. A beam search cannot be recorded, because it moves sequences
+                between rows: ``generate`` with ``num_beams`` above 1 raises an InputError. No dispatch shows it, so a
+                search of your own would give a wrong table. Record a forward over the finished sequences instead.
         """
         self._cached.append(cached)
         self._batches.append((tuple(sequences), [len(recorder.notes) for recorder in self._recorders]))

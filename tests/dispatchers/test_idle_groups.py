@@ -108,6 +108,7 @@ def test_a_gemm_of_quantised_rows() -> None:
 @pytest.mark.parametrize("fields", MODES.values(), ids=MODES)
 def test_compiled(fields: dict[str, Any], dtype: torch.dtype) -> None:
     dispatcher = build_dispatcher(small_config(backend="local", **fields))
+    torch.compiler.reset()  # Dynamo counts compilations of this function over all cases
 
     @torch.compile(backend="eager", fullgraph=True)
     def run(x: Tensor, ids: Tensor, weights: Tensor, own: Tensor) -> Tensor:

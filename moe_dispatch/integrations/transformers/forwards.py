@@ -11,14 +11,14 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
-from moe_dispatch.errors import ConfigError, LayoutError, StateError
+from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
 from moe_dispatch.integrations.transformers.batch_slice import BatchSlice
 from moe_dispatch.layouts import Layout, Masked, Rows
 from moe_dispatch.replay import Cut
@@ -125,6 +125,8 @@ class PlanBeforeForward:
         for parent, name, experts in self.sharded:
             check_unwrapped(parent, name, experts)
         call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        if any(observer.by_position for observer in self.dispatcher._channel.observers):
+            _refuse_beam_search(_cache_of(call))
         positions = _positions_of(call)
         batch, length = positions.shape[:2]
         layout, num_rows = layout_of(call), batch * length
@@ -203,8 +205,7 @@ def layout_of(call: Mapping[str, Any]) -> Layout:
     mask, ends = call.get("attention_mask"), call.get("cu_seq_lens_q")
     if mask is None:
         return Rows() if ends is None else Rows(num_real=ends[-1:])
-    # transformers 5.24 has another name for it.
-    cached = call.get("cache") is not None or call.get("past_key_values") is not None
+    cached = _cache_of(call) is not None
     wanted = f"[{batch}, {length} or more]" if cached else f"[{batch}, {length}]"
     if not isinstance(mask, Tensor):
         raise LayoutError(
@@ -217,6 +218,24 @@ def layout_of(call: Mapping[str, Any]) -> Layout:
             "batch: transformers makes the mask for attention from it."
         )
     return Masked((mask[:, mask.shape[1] - length :] != 0).flatten())
+
+
+def _cache_of(call: Mapping[str, Any]) -> Any:
+    cache = call.get("cache")  # the name in transformers 5.24
+    return call.get("past_key_values") if cache is None else cache
+
+
+def _refuse_beam_search(cache: Any) -> None:
+    """Let a cache that is filled while a ``RoutingTable`` records refuse to move sequences between its rows."""
+    if hasattr(cache, "reorder_cache"):
+        cache.reorder_cache = _reorder_cache
+
+
+def _reorder_cache(beam_idx: Tensor) -> NoReturn:
+    raise InputError(
+        "RoutingTable.record: each row must keep its sequence, got a beam search, which moves sequences between rows. "
+        "Call generate() outside of the block, and record a forward over the sequences that it returns."
+    )
 
 
 def _positions_of(call: Mapping[str, Any]) -> Tensor:

@@ -10,8 +10,8 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, final
@@ -149,7 +149,11 @@ def settings_of(case: Case) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1 if case.together else case.micro_batches,
-        "zero_optimization": {"stage": case.stage, "reduce_bucket_size": case.bucket},
+        "zero_optimization": {
+            "stage": case.stage,
+            "reduce_bucket_size": case.bucket,
+            "stage3_param_persistence_threshold": 0,  # by default ZeRO 3 would not free parameters as small as ours
+        },
         "zero_allow_untested_optimizer": True,  # SGD: its steps show the scale of gradients, unlike those of Adam
         "optimizer": {"type": "SGD", "params": {"lr": RATE, "momentum": MOMENTUM}},
         "bf16": {"enabled": case.dtype == torch.bfloat16},
@@ -358,6 +362,21 @@ def exchanged(case: Case, folder: str, rank: int) -> dict[str, float]:
         apart[f"{name}: losses"] = _apart(losses, straight.losses[len(half) :])
         apart[f"{name}: weights"] = difference(weights_of(engine), straight.weights)
     return apart
+
+
+def evaluated(case: Case, mode: Callable[[], AbstractContextManager[Any]], rank: int) -> str:
+    """The first sentence of what a step raises after a step and an evaluation; nothing if it trains."""
+    engine = engine_of(case)
+    take_steps(case, engine, range(1))
+    engine.eval()
+    with mode():
+        loss_of(case, engine, 1, 0, rank)
+    engine.train()
+    try:
+        take_steps(case, engine, range(1))
+    except RuntimeError as error:
+        return str(error).partition(".")[0]
+    return ""
 
 
 def page(rank: int) -> list[int]:

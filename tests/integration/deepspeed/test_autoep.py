@@ -19,6 +19,7 @@ from tests.integration.deepspeed.engines import (
     LENGTHS,
     Case,
     compared,
+    evaluated,
     exchanged,
     on_cpu,
     page,
@@ -98,6 +99,12 @@ ON_FOUR |= {
     }.items()
 }
 FAULTS = ("lost", "twice")
+EVALUATED = {
+    f"{mode.__name__}, ZeRO {stage}, {backend}": functools.partial(evaluated, Case(stage=stage, backend=backend), mode)
+    for mode in (torch.no_grad, torch.inference_mode)
+    for stage in (2, 3)
+    for backend in (None, "alltoall")
+}
 
 
 @functools.cache
@@ -109,6 +116,7 @@ def on_two() -> dict[str, list[Any]]:
             for stage in (0, 1, 2, 3)
         }
         checks |= {fault: functools.partial(with_fault, ON_TWO["balanced, deepseek_v3"], fault) for fault in FAULTS}
+        checks |= EVALUATED
         return run_checks(
             checks | {"page": page, "refused by DeepSpeed": refused_by_deepspeed, "refused": refused}, 2, on_cpu
         )
@@ -153,6 +161,13 @@ def test_checkpoints_of_autoep_are_ours_and_ours_are_its(stage: int) -> None:
     for apart in require(on_two()[f"checkpoint, ZeRO {stage}"]):
         assert len(apart) == 4
         assert max(apart.values()) < 1e-5
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_evaluation_between_steps_fails_only_where_zero_3_keeps_what_it_has_gathered(name: str) -> None:
+    fails = name.startswith("inference_mode, ZeRO 3")  # also with AutoEP alone
+    for said in require(on_two()[name]):
+        assert said == ("Inference tensors cannot be saved for backward" if fails else "")
 
 
 def test_a_changed_private_name_of_deepspeed_is_refused_by_name() -> None:

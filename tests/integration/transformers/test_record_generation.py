@@ -108,3 +108,34 @@ def test_a_generation_without_the_argument_says_so() -> None:
             recording.table()
 
     run_ranks(body, 1)
+
+
+@pytest.mark.parametrize("returned", [1, 2])
+def test_a_beam_search_is_refused_and_a_forward_over_its_sequences_is_recorded(returned: int) -> None:
+    def body(group: Any) -> None:
+        model = wired("qwen3_moe", group)
+        ids, mask = prompts()
+        layers = [*dispatchers_of(model).values()]
+        beams: dict[str, Any] = {
+            "attention_mask": mask,
+            "max_new_tokens": NEW,
+            "pad_token_id": PAD,
+            "num_beams": 2,
+            "num_return_sequences": returned,
+            "do_sample": False,
+        }
+        names = [f"{row}.{beam}" for row in range(3) for beam in range(returned)]
+        with RoutingTable.record(layers) as recording:
+            recording.micro_batch(names, cached=True)
+            with pytest.raises(
+                InputError, match=r"got a beam search, which .*\. Call generate\(\) outside of the block"
+            ):
+                model.generate(ids, **beams)
+        whole = model.generate(ids, **beams)
+        fed = torch.cat([mask.repeat_interleave(returned, 0), torch.ones(len(whole), NEW, dtype=torch.int64)], 1)
+        with RoutingTable.record(layers) as recording, torch.no_grad():
+            recording.micro_batch(names)
+            model(whole, attention_mask=fed)
+        assert recording.table().lengths == dict(zip(names, fed.sum(1).tolist(), strict=True))
+
+    run_ranks(body, 1)
