@@ -82,6 +82,8 @@ def under_fsdp(
             experts.set_force_sum_reduction_for_comms(True)
     for block in blocks:
         fully_shard(block, mesh=ranks, mp_policy=policy, **options)
+    if isinstance(model, FSDPModule):  # a dispatcher that is the whole model
+        return model
     return fully_shard(model, mesh=ranks, mp_policy=policy, **options)
 
 
