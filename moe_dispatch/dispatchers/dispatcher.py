@@ -83,9 +83,8 @@ class Dispatcher(OwnNames):
         with real_tensors():
             lease = lease_channel(config, group, control_group, name)
             self.__dict__.update(config=config, _lease=lease)  # past __setattr__, which refuses these names
-            device = self._channel.device_of_rows()
-            leaves_idle_groups(device)
-            if torch.cuda.is_available():
+            if config.device != "cuda" or torch.cuda.is_available():
+                leaves_idle_groups(device := self._channel.device_of_rows())
                 autograd.make_anchor(device)
 
     @property

@@ -35,7 +35,7 @@ FORWARD = ("balance", "counts", "dispatch", "dispatch.within_node", "combine", "
 _FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0)
 # Releases to plan if deep_ep is not installed. This package emulates them, so it knows their rules.
 _RELEASES = {"deepep": ("v1.2.1", "v2.5.0"), "hybridep": ("hybridep-746",)}
-_AGREED_INTEGERS = 7  # int64 with which dispatchers agree on row counts
+_AGREED_INTEGERS = 9  # int64 with which dispatchers agree on row counts
 _MOST_LOADS = 2**22  # numbers of rows, one for each rank and expert, which a plan keeps for each dispatch
 _RANKS_PER_NODE = 8  # if the number of nodes is not given
 

@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 
 PUBLIC = {name for name in vars(Dispatcher) if not name.startswith("_")}
 OPEN = {"forward", "run_experts", "layout_of", "extra_repr"}
-OWN = sorted({*PUBLIC - OPEN, "config", "_lease", "_state", "_inferred"})
+OWN = sorted({*PUBLIC - OPEN, "config", "_lease", "_inferred"})
 Step = Callable[[nn.Module], Any]
 
 

@@ -21,6 +21,7 @@ PUBLIC = frozenset(
         "moe_dispatch.layouts",
         "moe_dispatch.recompute",
         "moe_dispatch.replay",
+        "moe_dispatch.training",
         "moe_dispatch_testing",
         "moe_dispatch_tools.traces",
     }
