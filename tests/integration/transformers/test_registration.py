@@ -232,8 +232,8 @@ def test_experts_function_refuses_a_share_that_is_not_one(mesh: DeviceMesh) -> N
 @pytest.mark.parametrize(
     ("version", "outcome"),
     [
-        ("6.1.0", pytest.warns(UserWarning, match=r"not run with transformers 6\.1\.0\. Tested versions: 5\.7\.0, 5")),
-        ("4.57.1", pytest.raises(IntegrationError, match=r"transformers 4\.57\.1 is older than 5\.7\.0")),
+        ("6.1.0", pytest.warns(UserWarning, match=r"not run with transformers 6\.1\.0\. Tested versions: 5\.20\.1, 5")),
+        ("4.57.1", pytest.raises(IntegrationError, match=r"transformers 4\.57\.1 is older than 5\.20\.1")),
     ],
 )
 def test_versions_that_were_not_tested(version: str, outcome: Any, tmp_path: Path) -> None:
