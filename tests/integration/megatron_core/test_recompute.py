@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -22,7 +24,11 @@ from tests.integration.megatron_core.on_cpu import run_megatron
 from tests.integration.needs import needs
 from tests.integration.steps import difference
 
-pytestmark = needs("megatron")
+IS_OLD = find_spec("megatron") is not None and version("megatron-core") < "0.19"
+pytestmark = [
+    *needs("megatron"),
+    pytest.mark.skipif(IS_OLD, reason="megatron-core 0.16 checkpoints no 2 of 3 layers, and has no quantile balancing"),
+]
 
 LAYERS = 3
 ALONE, SHARED = Parallel(), Parallel(ep=2, tp=2)
