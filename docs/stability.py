@@ -57,7 +57,7 @@ PUBLIC = {
     ),
     "moe_dispatch.recompute": _names(experimental="keep_routes keep_routes_of keep_routes_in keep_ids"),
     "moe_dispatch.training": _names(experimental="Setup Table Held OnParts joined_group"),
-    "moe_dispatch.replay": _names(experimental="RoutingTable Cut Recording replayed SequenceId"),
+    "moe_dispatch.replay": _names(experimental="RoutingTable Turn Cut Recording replayed SequenceId"),
     "moe_dispatch.balance": _names(
         experimental="ExpertPlacement ExactPlacement exact expected_rows EplbOptions ExactOptions LeastLoadedOptions "
         "ManualOptions Planner PlannerOptions eplb least_loaded run_planner load_planner known_planners",

@@ -9,5 +9,6 @@ from moe_dispatch.replay.cut import Cut, SequenceId
 from moe_dispatch.replay.recording import Recording
 from moe_dispatch.replay.router import replayed
 from moe_dispatch.replay.table import RoutingTable
+from moe_dispatch.replay.turns import Turn
 
-__all__ = ["Cut", "Recording", "RoutingTable", "SequenceId", "replayed"]
+__all__ = ["Cut", "Recording", "RoutingTable", "SequenceId", "Turn", "replayed"]

@@ -28,18 +28,23 @@ def storage_dtype(num_experts: int) -> torch.dtype:
     return next(dtype for dtype in _TYPES if num_experts - 1 - UNKNOWN <= torch.iinfo(dtype).max)
 
 
-def stored_entries(name: int | str, entries: Entries, num_experts: int) -> Tensor:
-    """Check the ids of one sequence, (S, L, K), and convert them to the form in which a table stores them."""
+def integers(entries: Entries, of: str) -> Tensor:
+    """Return ids on the CPU, int64 (S, L, K). ``of`` says in an error whose ids they are."""
     several = entries if isinstance(entries, list | tuple) else [entries]
     # as_tensor would warn of an array that is read-only, as those of Ray are.
     ids = torch.cat([part if isinstance(part, Tensor) else torch.tensor(part) for part in several])
     if ids.dim() != 3 or ids.is_floating_point() or ids.dtype == torch.bool or 0 in ids.shape[1:]:
         raise InputError(
             f"RoutingTable: the ids of a sequence must be integers (positions, layers, top_k), got {ids.dtype} "
-            f"{tuple(ids.shape)} for {name!r}. Reshape them."
+            f"{tuple(ids.shape)} for {of}. Reshape them."
         )
+    return ids.detach().to("cpu", torch.int64)
+
+
+def stored_entries(name: int | str, entries: Entries, num_experts: int) -> Tensor:
+    """Check the ids of one sequence, (S, L, K), and convert them to the form in which a table stores them."""
+    ids = integers(entries, repr(name))
     # Check before narrowing: an out-of-range id could wrap around in int32 and look valid.
-    ids = ids.detach().to("cpu", torch.int64)
     if len(ids):
         low, high = map(int, torch.aminmax(ids))
         if low < -1 or high >= num_experts:

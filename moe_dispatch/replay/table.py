@@ -39,6 +39,7 @@ from moe_dispatch.replay.entries import (
     stored_entries,
 )
 from moe_dispatch.replay.recording import Recording
+from moe_dispatch.replay.turns import Tokens, Turn, joined
 
 _FILE = file.Kind(
     key="moe_dispatch_routing", noun="a routing table", writer="RoutingTable.save", reader="RoutingTable.load"
@@ -178,6 +179,30 @@ class RoutingTable:
         batch = zip(sequences, ids, mask_BS != 0, routed_BS != 0, strict=True)
         pairs = ((name, torch.where(routed[:, None, None], part, missing)[mask]) for name, part, mask, routed in batch)
         return cls(pairs, num_experts=num_experts, layers=layers)
+
+    @classmethod
+    def from_turns(
+        cls,
+        sequences: Mapping[Any, tuple[Tokens, Sequence[Turn]]],
+        *,
+        num_experts: int,
+        layers: Sequence[int] | None = None,
+    ) -> RoutingTable:
+        """Make a table of rollouts of several turns, each with routes of its own, as SGLang and vLLM return them.
+
+        Args:
+            sequences: By name, the token ids of the whole sequence, integers (S,), and its turns in order; no turns if
+                the engine returned none. A position that no turn has computed, such as a last token or the output of
+                a tool behind the last turn, is unknown. A turn may belong to another branch from some token on, or be
+                longer than the sequence: its routes count up to the first token that differs.
+            num_experts: Number of experts of a layer.
+            layers: As in the class.
+
+        Raises:
+            InputError: The routes of a turn do not reach from ``start`` to its last token but one; two turns have
+                different routes for one position; a turn has none for this sequence; or what the class refuses.
+        """
+        return cls(joined(sequences), num_experts=num_experts, layers=layers)
 
     @classmethod
     def record(cls, dispatchers: Mapping[int, Dispatcher] | Sequence[Dispatcher]) -> Recording:
