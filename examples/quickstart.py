@@ -8,7 +8,7 @@ from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 
-config = DispatcherConfig(backend="alltoall", num_experts=4, top_k=2, hidden_size=8)
+config = DispatcherConfig(num_experts=4, top_k=2, hidden_size=8)  # backend="auto" is alltoall here
 dispatcher = build_dispatcher(config, dist.group.WORLD)  # rank 0 owns experts 0 and 1, rank 1 owns experts 2 and 3
 
 x = torch.randn(3 + 2 * rank, 8)  # 3 tokens on rank 0, 5 tokens on rank 1

@@ -28,7 +28,7 @@ from moe_dispatch.replay import RoutingTable, replayed
 
 EXPERTS, TOP_K, HIDDEN, LAYERS, VOCABULARY = 32, 4, 64, 6, 256
 PROMPT, RESPONSE, WORKERS = 12, 24, 2
-CONFIG = DispatcherConfig(backend="alltoall", num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN)
+CONFIG = DispatcherConfig(num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN)
 
 Sample = dict[str, Any]
 

@@ -296,7 +296,7 @@ def name_or_options(text: str) -> str | dict[str, Any] | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", type=name_or_options, default="alltoall", help="a name, or options as JSON")
+    parser.add_argument("--backend", type=name_or_options, default="auto", help="a name, or options as JSON")
     parser.add_argument("--balance", type=name_or_options, default="exact", help="the same, or none")
     parser.add_argument("--ep", type=int, help="ranks that share the experts; by default all")
     parser.add_argument("--steps", type=int, default=20, help="the last step")

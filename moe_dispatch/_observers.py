@@ -8,7 +8,6 @@ for them. Everything else works without them.
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -90,7 +89,7 @@ def observers_of(group: dist.ProcessGroup | None) -> list[CollectiveObserver]:
 
 
 def observe_groups(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: str) -> dict[str, float]:
-    """Attach what the config or the environment asks for to the groups of the dispatcher ``name``.
+    """Attach what the config asks for to the groups of the dispatcher ``name``.
 
     Returns:
         What must be equal on all ranks, by field of the config.
@@ -98,12 +97,12 @@ def observe_groups(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup]
     Raises:
         ConfigError: An observer cannot be attached.
     """
-    if config.watchdog is None and not os.environ.get("MOE_DISPATCH_WATCHDOG"):
+    if config.watchdog is None:
         return {}
-    require_plug_in("moe_dispatch.observers", "MOE_DISPATCH_WATCHDOG needs it. Unset that")
     from moe_dispatch.observers.watchdog import watch_groups  # noqa: PLC0415 - other dispatchers never need it
 
-    return {"watchdog": watch_groups(config, groups, name)}
+    watch_groups(config.watchdog, groups, name)
+    return {"watchdog": config.watchdog}
 
 
 def tell_started(channel: Channel, lease: Lease, x: Tensor, routing: Routing, layout: Layout) -> None:

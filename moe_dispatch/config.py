@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, final
@@ -35,7 +39,11 @@ from moe_dispatch.errors import ConfigError, did_you_mean, shown
 if TYPE_CHECKING:
     from moe_dispatch.steps.options import ChunkOptions
 
+logger = logging.getLogger("moe_dispatch")
+
 ENVIRONMENT_PREFIX = "MOE_DISPATCH_"
+# Ends of the variables that Kubernetes sets for services whose names begin with moe-dispatch.
+_OF_KUBERNETES = re.compile(r"(^|.*_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_[A-Z]+(_[A-Z]+)?)?)")
 # Quantised grouped GEMMs need a row count for each expert that is a multiple of these numbers. mxfp8: the GEMM of the
 # weight gradient sums over rows in blocks of 32. nvfp4: the fused transform of transformer-engine 2.12 and later works
 # on 128 rows at a time.
@@ -89,6 +97,10 @@ class DispatcherConfig(BaseModel):
 
     A config is frozen. Types are strict: "8" is not an int. Unknown fields are refused.
 
+    A field that is not passed has the value of its variable, ``MOE_DISPATCH_BACKEND`` for ``backend``, or else its
+    default; ``load`` explains the variables, and ``load(environment={}, ...)`` reads none. If a field is passed and its
+    variable is set to another value, a warning says so, once.
+
     ``backend``, ``balance``, ``wire``, ``chunks`` and ``graph_safe`` are each a short value, or a mapping with options:
     ``balance="exact"`` or ``balance={"name": "exact", "bound": 1.05}``. The field keeps what was written. The options
     class that it is parsed into documents the options, and has their defaults.
@@ -97,8 +109,8 @@ class DispatcherConfig(BaseModel):
     ``16``, and ``row_counts=None`` equals the policy that it stands for.
 
     Args:
-        backend: Name of the backend, or a mapping with its ``name`` and its options. "auto" chooses a backend and logs
-            the choice.
+        backend: Name of the backend, or a mapping with its ``name`` and its options. "auto" is the backend of
+            ``MOE_DISPATCH_BACKEND``, and else chooses one and logs the choice.
         num_experts: E, the number of experts in the whole expert-parallel group.
         top_k: K, the number of experts that a row is routed to.
         hidden_size: D, the number of columns of a row.
@@ -132,8 +144,8 @@ class DispatcherConfig(BaseModel):
             Rows in 8 bits are quantised and widened by kernels wherever "auto" is "triton".
         device: "cpu" or "cuda" refuses tensors on other devices. None accepts all devices.
         watchdog: Time limit of each collective of this library, in seconds. Where a collective fails or takes longer,
-            every waiting rank raises a ``LostPeerError`` that says where each rank is. None takes the variable
-            ``MOE_DISPATCH_WATCHDOG`` of the environment; without it only the time limit of the group holds.
+            every waiting rank raises a ``LostPeerError`` that says where each rank is. None: only the time limit of the
+            group holds.
         debug: Whether every plan and dispatch checks ids, weights and lengths, and tells all ranks if one refuses. This
             costs host syncs.
         constraints: Numbers that replace the constraints of the backend.
@@ -167,13 +179,25 @@ class DispatcherConfig(BaseModel):
     if not TYPE_CHECKING:  # type checkers and editors know the signature that pydantic makes from the fields
 
         def __init__(self, /, **fields: Any) -> None:
-            try:
-                super().__init__(**fields)
-            except ValidationError as error:
-                raise ConfigError(_problems(error, fields)) from error
+            complete, variables = with_variables({}, os.environ, fields, "DispatcherConfig")
+            with _naming("DispatcherConfig", variables and ["keywords", *variables]):
+                self._validate(complete)
 
         def __setattr__(self, name: str, value: Any) -> None:
             raise ConfigError(f"DispatcherConfig: a config is frozen. Make a copy with config.replace({name}=...).")
+
+    def _validate(self, fields: Mapping[str, Any]) -> None:
+        try:
+            BaseModel.__init__(self, **fields)
+        except ValidationError as error:
+            raise ConfigError(_problems(error, fields)) from error
+
+    @classmethod
+    def _exactly(cls, /, **fields: Any) -> DispatcherConfig:
+        """Make a config of these fields without a look at the environment."""
+        config = cls.__new__(cls)
+        config._validate(fields)
+        return config
 
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, DispatcherConfig) else NotImplemented
@@ -314,7 +338,7 @@ class DispatcherConfig(BaseModel):
 
     def replace(self, /, **changes: Any) -> DispatcherConfig:
         """Return a copy with some fields changed. The copy is validated like a new config."""
-        return DispatcherConfig(**{**self.model_dump(), **changes})
+        return self._exactly(**{**self.model_dump(), **changes})
 
     @classmethod
     def load(
@@ -322,11 +346,11 @@ class DispatcherConfig(BaseModel):
     ) -> DispatcherConfig:
         """Read a config from a file, the environment and keywords. Each of these overrides the ones before it.
 
-        A variable is read if its name is ``MOE_DISPATCH_`` and the name of a field in capitals: ``MOE_DISPATCH_TOP_K``.
-        An option of a field follows two underscores: ``MOE_DISPATCH_BALANCE__BOUND``. Its variable changes this option
-        only. Values are JSON (``64``, ``true``, ``{"name": "alltoall"}``); a value that is not JSON is a string
-        (``alltoall``). Other variables with this prefix are ignored, such as those that Kubernetes sets for a service
-        named moe-dispatch, unless the name is nearly that of a field.
+        The variable of a field is ``MOE_DISPATCH_`` and its name in capitals: ``MOE_DISPATCH_TOP_K``. An option of a
+        field follows two underscores: ``MOE_DISPATCH_BALANCE__BOUND`` changes this option only. Values are JSON
+        (``64``, ``true``, ``{"name": "alltoall"}``); a value that is not JSON is a string (``alltoall``), and an empty
+        one counts as not set. A warning names a variable with this prefix that is not used; those that Kubernetes sets
+        for a service named moe-dispatch are ignored.
 
         Args:
             file: ``.yaml``, ``.yml`` (extra ``yaml``) or ``.json`` file with a mapping of fields, and optionally
@@ -338,17 +362,26 @@ class DispatcherConfig(BaseModel):
             ConfigError: The file is missing, is malformed (the text has the line) or is not a mapping; the name of a
                 variable is nearly that of a field; or a field is wrong (the text has the file and the variables).
         """
+        where = "DispatcherConfig.load"
         if isinstance(file, Mapping):
-            raise ConfigError(
-                "DispatcherConfig.load: file must be a path, got a mapping. Use DispatcherConfig(**fields)."
-            )
+            raise ConfigError(f"{where}: file must be a path, got a mapping. Use DispatcherConfig(**fields).")
         from_file = {} if file is None else _read(Path(file))
-        merged, variables = overridden(from_file, os.environ if environment is None else environment)
-        try:
-            return cls(**{**merged, **fields})
-        except ConfigError as error:
-            source = " and ".join(filter(None, ["keywords" if file is None else str(file), ", ".join(variables)]))
-            raise ConfigError(f"DispatcherConfig.load: {source}: {error}") from error
+        variables = os.environ if environment is None else environment
+        complete, read = with_variables(from_file, variables, fields, where)
+        with _naming(where, ["keywords" if file is None else str(file), *read]):
+            return cls._exactly(**complete)
+
+
+@contextmanager
+def _naming(where: str, sources: Sequence[str]) -> Iterator[None]:
+    """Name the sources of the fields in a ConfigError of the block."""
+    try:
+        yield
+    except ConfigError as error:
+        if not sources:
+            raise
+        listed = " and ".join(filter(None, [sources[0], ", ".join(sources[1:])]))
+        raise ConfigError(f"{where}: {listed}: {error}") from error
 
 
 def _parsed(field: str, value: Any) -> Options | None:
@@ -451,32 +484,74 @@ def _names_beside(where: tuple[int | str, ...], fields: Mapping[str, Any]) -> It
     return owner.model_fields
 
 
-def overridden(fields: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields, changed by the variables of the environment, and the names of these variables."""
-    result, read, misspelled = dict(fields), [], []
+def with_variables(
+    below: Mapping[str, Any], environment: Mapping[str, str], above: Mapping[str, Any], where: str = "DispatcherConfig"
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields of a config from three sources, of which a later one wins, and the variables that were read.
+
+    Args:
+        below: Fields that a variable may change: those of a file, or defaults.
+        environment: Variables by name.
+        above: Fields that the program sets. A variable of one of these is not used, and a warning says so, unless it
+            agrees. ``backend="auto"`` leaves the choice to a variable.
+        where: Beginning of an error.
+
+    Raises:
+        ConfigError: The name of a variable is nearly that of a field, or it names an option of a field without options.
+    """
+    set_here = {name: value for name, value in above.items() if (name, value) != ("backend", AUTO)}
+    result, read, misspelled = {**below, **above}, [], []
     for variable in sorted(environment):  # MOE_DISPATCH_BACKEND comes before MOE_DISPATCH_BACKEND__REDUCTION
-        if not variable.startswith(ENVIRONMENT_PREFIX):
+        name, text = variable.removeprefix(ENVIRONMENT_PREFIX), environment[variable]
+        if name == variable or not text or _OF_KUBERNETES.fullmatch(name):
             continue
-        name, _, option = variable.removeprefix(ENVIRONMENT_PREFIX).partition("__")
-        field, value = name.lower(), json_or_text(environment[variable])
-        if name.isupper() and field in DispatcherConfig.model_fields:
+        field, _, option = name.lower().partition("__")
+        if not name.isupper() or field not in DispatcherConfig.model_fields:
+            if right := _right_variable(field, option):
+                misspelled.append(f"{variable}: no such field. {right}")
+            else:
+                _tell_unused(f"{variable} is not used: {field!r} is no field of DispatcherConfig. Unset it.")
+        elif field in set_here:
+            if not _agrees(set_here[field], field, option, json_or_text(text)):
+                _tell_unused(
+                    f"{variable}={shown(text)} is not used: the program sets {field} to {shown(set_here[field])}. "
+                    f"Unset the variable, or leave {field} out in the program."
+                )
+        else:
             try:
-                result[field] = with_option(result, field, option.lower(), value) if option else value
+                value = json_or_text(text)
+                result[field] = with_option(result, field, option, value) if option else value
             except ConfigError as error:
-                raise ConfigError(f"DispatcherConfig.load: {variable}: {error}") from None
+                raise ConfigError(f"{where}: {variable}: {error}") from None
             read.append(variable)
-            continue
-        owner = next((name for name in SHORT if field.startswith(f"{name}_")), None)
-        option = field.removeprefix(f"{owner}_")
-        if owner is not None and (owner != "backend" or backends_with(option)):
-            right = f"{ENVIRONMENT_PREFIX}{owner.upper()}__{option.upper()}"
-            misspelled.append(f"{variable}: no such field. Set {right}.")
-        # A lower cutoff would refuse MOE_DISPATCH_BACKEND_PORT, which Kubernetes sets for a service.
-        elif near := difflib.get_close_matches(field, DispatcherConfig.model_fields, n=1, cutoff=0.8):
-            misspelled.append(f"{variable}: no such field. Did you mean {ENVIRONMENT_PREFIX}{near[0].upper()}?")
     if misspelled:
-        raise ConfigError(f"DispatcherConfig.load: {' '.join(misspelled)}")
+        raise ConfigError(f"{where}: {' '.join(misspelled)}")
     return result, read
+
+
+def _right_variable(field: str, option: str) -> str:
+    """Say which variable a misspelled one may stand for; empty if it is like none."""
+    owner = next((name for name in SHORT if field.startswith(f"{name}_")), None)
+    below = field.removeprefix(f"{owner}_")
+    if owner is not None and (owner != "backend" or backends_with(below)):
+        return f"Set {ENVIRONMENT_PREFIX}{owner.upper()}__{below.upper()}."
+    near = difflib.get_close_matches(field, DispatcherConfig.model_fields, n=1, cutoff=0.7)
+    return f"Did you mean {ENVIRONMENT_PREFIX}{near[0].upper()}?" if near else ""
+
+
+def _agrees(value: Any, field: str, option: str, asked: Any) -> bool:
+    """Return whether the value of a field is, or contains, what a variable asks for."""
+    if field not in SHORT:
+        return not option and bool(value == asked)
+    options = {option: asked} if option else spelled_out(field, asked)
+    is_off = value is None or value is False
+    return value == asked or (not is_off and options.items() <= spelled_out(field, value).items())
+
+
+@functools.cache
+def _tell_unused(text: str) -> None:
+    """Log a warning once."""
+    logger.warning("%s", text)
 
 
 def json_or_text(value: str) -> Any:

@@ -96,7 +96,8 @@ def case_config(backend: BackendSpec, case: Case) -> DispatcherConfig:
     max_tokens = most if case.row_counts == "static" else None
     if scenario.graph_safe:
         max_tokens = scenario.max_tokens
-    return DispatcherConfig(
+    return DispatcherConfig.load(
+        environment={},  # a case means the same in every shell
         backend=backend,
         num_experts=scenario.num_experts,
         balance={"name": "manual", "spare_experts_per_rank": scenario.spare} if scenario.spare else None,

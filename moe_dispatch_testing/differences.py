@@ -161,7 +161,8 @@ def run_pair(backend: BackendSpec, setting: str, names: tuple[str, str], ranks: 
     """
     manners = (MANNERS[names[0]], MANNERS[names[1]])
     scenario = _scenario(backend)
-    config = DispatcherConfig(
+    config = DispatcherConfig.load(
+        environment={},
         backend=backend,
         num_experts=scenario.num_experts,
         top_k=scenario.top_k,

@@ -116,9 +116,9 @@ def doctor_command(
     backend: Annotated[str | None, option("Test this backend only.", "--backend", "-b", backends=True)] = None,
     emulated: Annotated[bool, typer.Option("--emulated", help="Also test the emulations of deep_ep.")] = False,
     ranks: Annotated[int, count("Processes to start; ignored under torchrun.")] = 2,
-    num_experts: Annotated[int, count("Experts in the whole group, E.")] = 64,
-    top_k: Annotated[int, count("Experts per token, K.")] = 8,
-    hidden: Annotated[int, count("Hidden size, D.")] = 4096,
+    num_experts: Annotated[int | None, count("Experts in the whole group, E.", default="64")] = None,
+    top_k: Annotated[int | None, count("Experts per token, K.", default="8")] = None,
+    hidden: Annotated[int | None, count("Hidden size, D.", default="4096")] = None,
     as_json: Json = False,
 ) -> int:
     """Show which backends work on this machine.
@@ -133,12 +133,16 @@ def doctor_command(
     moe-dispatch doctor -b hybridep --num-experts 256 --hidden 7168
     torchrun --nproc-per-node 8 --no-python moe-dispatch doctor --json
     """  # noqa: D301
-    from moe_dispatch.config import DispatcherConfig
     from moe_dispatch_tools.doctor import command as doctor
+    from moe_dispatch_tools.names import load_config
 
+    sizes = {"num_experts": num_experts, "top_k": top_k, "hidden_size": hidden}
+    named = {field: size for field, size in sizes.items() if size is not None}
+    config = load_config(None, named, backends=backend, num_experts=64, top_k=8, hidden_size=4096)
+    own = None if config.backend_name == "auto" else config.backend_name
     return doctor.run(
-        DispatcherConfig(num_experts=num_experts, top_k=top_k, hidden_size=hidden),
-        backend=backend,
+        config.replace(backend="auto"),
+        backend=backend or own,
         emulated=emulated,
         ranks=ranks,
         as_json=as_json,
@@ -166,8 +170,9 @@ def check_command(
     moe-dispatch check hybridep+emulate=true --ep 4
     """  # noqa: D301
     from moe_dispatch_tools.check import command as check
-    from moe_dispatch_tools.names import parse_backend, parse_numbers
+    from moe_dispatch_tools.names import parse_backend, parse_numbers, tell_unread
 
+    tell_unread("check")
     return check.run(parse_backend(backend), parse_numbers("--ep", ep, "1,2,4"), verbose=verbose, as_json=as_json)
 
 

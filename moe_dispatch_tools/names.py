@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,8 +16,10 @@ from pydantic import ValidationError
 
 from moe_dispatch._options import with_option
 from moe_dispatch.backends import BackendOptions, known_backends, load_backend, register_backend
-from moe_dispatch.config import DispatcherConfig, json_or_text
+from moe_dispatch.config import DispatcherConfig, json_or_text, with_variables
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
+
+logger = logging.getLogger("moe_dispatch")
 
 
 @final
@@ -120,15 +123,36 @@ def with_changes(config: DispatcherConfig, changes: Mapping[str, Any]) -> Dispat
     for path, value in changes.items():
         field, _, option = path.partition(".")
         fields[field] = with_option(fields, field, option, value) if option else value
-    return DispatcherConfig(**fields)
+    return config.replace(**fields)
 
 
-def load_config(file: Path | None, changes: Mapping[str, Any], **fields: Any) -> DispatcherConfig:
-    """Load a config as ``DispatcherConfig.load`` does, and change it as ``with_changes`` does. ``fields`` go below."""
+def load_config(
+    file: Path | None, changes: Mapping[str, Any], *, backends: str | None = None, **defaults: Any
+) -> DispatcherConfig:
+    """Load a config as ``DispatcherConfig.load`` does, and change it as ``with_changes`` does.
+
+    Args:
+        file: Path of a config, or None.
+        changes: Changes by path, over all else.
+        backends: Backends that the command line names. A warning says that a variable that names another is not used.
+        **defaults: Fields that stand below the environment, in place of a file.
+    """
     whole = {path: value for path, value in changes.items() if "." not in path}
-    loaded = DispatcherConfig.load(file, **{**fields, **whole})
+    if backends is not None:
+        with_variables({}, os.environ, {"backend": backends}, "moe-dispatch")
+    if file is None:
+        fields, _ = with_variables(defaults, os.environ, whole, "moe-dispatch")
+        loaded = DispatcherConfig.load(environment={}, **fields)
+    else:
+        loaded = DispatcherConfig.load(file, **whole)
     options = {path: value for path, value in changes.items() if "." in path}
     return with_changes(loaded, options) if options else loaded
+
+
+def tell_unread(command: str) -> None:
+    """Warn of the variables of a config, none of which a command reads."""
+    for variable in with_variables({}, os.environ, {}, "moe-dispatch")[1]:
+        logger.warning("%s is not used: %s sets all fields itself. Unset it.", variable, command)
 
 
 def parse_numbers(option: str, text: str, example: str, *, least: int = 1) -> list[int]:

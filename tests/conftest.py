@@ -29,6 +29,9 @@ if not torch.cuda.is_available():
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Unbuffered, each argument of a print is written alone, and the lines of ranks that share a pipe run into each other.
 os.environ.pop("PYTHONUNBUFFERED", None)
+# Configs read these variables, and tests say themselves which are set.
+for variable in [name for name in os.environ if name.startswith("MOE_DISPATCH_")]:
+    del os.environ[variable]
 
 
 def pytest_configure(config: pytest.Config) -> None:

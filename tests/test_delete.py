@@ -124,7 +124,8 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             "import os\nos.environ['MOE_DISPATCH_WATCHDOG'] = '5'\n"
             "try:\n    build_dispatcher(DispatcherConfig(num_experts=8, top_k=2, hidden_size=16))\n"
             "finally:\n    del os.environ['MOE_DISPATCH_WATCHDOG']",
-            "ConfigError: moe_dispatch.observers is not installed. MOE_DISPATCH_WATCHDOG needs it. Unset that, or ",
+            "ConfigError: DispatcherConfig: keywords and MOE_DISPATCH_WATCHDOG: moe_dispatch.observers is not "
+            "installed. watchdog needs it. Leave that out, or ",
         ),
         (
             "from moe_dispatch.replay import RoutingTable\n"

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, final
 
 from moe_dispatch.backends.registry import parse_backend
-from moe_dispatch.config import overridden
+from moe_dispatch.config import with_variables
 from moe_dispatch.errors import IntegrationError
 
 logger = logging.getLogger("moe_dispatch")
@@ -29,7 +29,7 @@ Settings = Callable[..., Mapping[str, Any]]
 
 def from_environment(*args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the keywords of ``convert`` that the variables ``MOE_DISPATCH_*`` set. Arguments are ignored."""
-    return overridden({}, os.environ)[0]
+    return with_variables({}, os.environ, {})[0]
 
 
 @functools.cache

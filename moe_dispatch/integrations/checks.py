@@ -57,7 +57,8 @@ def checked_options(*, num_experts: int = 1, top_k: int = 1, **options: Any) -> 
     """
     wire = options.get("wire")
     fits = wire_format(None if wire is None else spelled_out("wire", wire).get("dtype")).hidden_multiple
-    return DispatcherConfig(num_experts=num_experts, top_k=top_k, **{**options, "hidden_size": fits})
+    fields = {**options, "num_experts": num_experts, "top_k": top_k, "hidden_size": fits}
+    return DispatcherConfig.load(environment={}, **fields)
 
 
 def refuse_spare_slots(where: str, config: DispatcherConfig) -> None:

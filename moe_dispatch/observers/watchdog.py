@@ -40,9 +40,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from moe_dispatch._observers import CollectiveObserver, observers_of
 from moe_dispatch.communication import Work, real_group
-from moe_dispatch.config import ENVIRONMENT_PREFIX, LONGEST_WATCHDOG, SHORTEST_WATCHDOG, DispatcherConfig
 from moe_dispatch.dispatchers.channel import open_channels
-from moe_dispatch.errors import ConfigError, LostPeerError, shown
+from moe_dispatch.errors import ConfigError, LostPeerError
 
 logger = logging.getLogger("moe_dispatch")
 
@@ -462,25 +461,13 @@ def _whereabouts(note: RankNote | None, finished: RankNote) -> str:
     return where if note.alive else f"without a sign of life, last seen {where}"
 
 
-def watch_groups(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: str) -> float:
-    """Watch the groups of the dispatcher ``name``, with the time limit of the config or else of the environment.
-
-    Returns:
-        The time limit in seconds.
+def watch_groups(seconds: float, groups: Iterable[dist.ProcessGroup], name: str) -> None:
+    """Watch the groups of the dispatcher ``name``, with a time limit in seconds.
 
     Raises:
-        ConfigError: The time limit is malformed, another open dispatcher of a group has a different time limit, or a
-            group has no store that the watch can use.
+        ConfigError: Another open dispatcher of a group has a different time limit, or a group has no store that the
+            watch can use.
     """
-    seconds, text = config.watchdog, os.environ.get(f"{ENVIRONMENT_PREFIX}WATCHDOG", "")
-    if seconds is None:
-        with suppress(ValueError):
-            seconds = float(text)
-        if seconds is None or not SHORTEST_WATCHDOG <= seconds <= LONGEST_WATCHDOG:
-            raise ConfigError(
-                f"{ENVIRONMENT_PREFIX}WATCHDOG must be a number of seconds from {SHORTEST_WATCHDOG} to "
-                f"{LONGEST_WATCHDOG:.0f}, got {shown(text)}."
-            )
     for group in groups:
         watch = watch_group(group, seconds)
         if watch.seconds != seconds and open_channels(group):
@@ -488,7 +475,6 @@ def watch_groups(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], 
                 f"watchdog must be {watch.seconds:g} as in the open dispatchers of the group, not {seconds:g}."
             )
         watch.seconds, watch.layer = seconds, name
-    return seconds
 
 
 def watch_group(group: dist.ProcessGroup, seconds: float) -> Watch:

@@ -103,7 +103,7 @@ def make_task(
         BackendUnavailableError: A peer is not installed, or a class cannot be imported.
     """
     chosen_modes = _choices("mode", modes, MODES)
-    config = load_config(file, changes or {}, **({} if file else _SIZES))
+    config = load_config(file, changes or {}, backends=backends, **({} if file else _SIZES))
     variants: list[Variant] = []
     for text in _names(config, backends, file is None, peers):
         if isinstance(text, str) and text in PEERS:

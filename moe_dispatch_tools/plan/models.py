@@ -12,7 +12,7 @@ import torch
 
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
-from moe_dispatch_tools.names import load_config, with_changes
+from moe_dispatch_tools.names import load_config
 from moe_dispatch_tools.traces import Trace
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
@@ -90,7 +90,7 @@ def read_model(
     """
     if path.suffix == ".safetensors":
         trace = Trace.load(path)
-        config = with_changes(trace.config, changes or {})
+        config = load_config(None, changes or {}, **trace.config.model_dump())
         recorded = next((str(call.parts[0].dtype).removeprefix("torch.") for call in trace.calls), "bfloat16")
         return Model(
             name=path.name, config=config, layers=layers or len(trace.layers) or 1, dtype=_dtype(dtype or recorded)
@@ -101,7 +101,7 @@ def read_model(
         config = load_config(path, changes or {})
         return Model(name=path.name, config=config, layers=layers or 1, dtype=_dtype(dtype or "bfloat16"))
     text, told = _text_part(found), {**found, **_text_part(found)}
-    fields = {name: _number(path, text, name) for name in ("num_experts", "top_k", "hidden_size")}
+    fields: dict[str, Any] = {name: _number(path, text, name) for name in ("num_experts", "top_k", "hidden_size")}
     config = load_config(None, changes or {}, **fields)
     row_dtype = _dtype(dtype or str(told.get("dtype") or told.get("torch_dtype") or "bfloat16"))
     width = text.get("moe_intermediate_size") or text.get("intermediate_size")

@@ -368,7 +368,7 @@ def config_from(fields: Mapping[str, Any], versions: Mapping[str, str], *, where
             version that made the recording.
     """
     try:
-        return DispatcherConfig(**fields)
+        return DispatcherConfig.load(environment={}, **fields)
     except ConfigError as error:
         raise TraceError(
             f"{where} must be valid in this version, got a config of moe_dispatch {versions.get('moe_dispatch')}: "

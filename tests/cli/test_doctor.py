@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,26 @@ def test_what_can_be_used_is_tested(command: Command) -> None:
     shown = command("doctor", *SMALL, "-b", "alltoall").out
     told = "on 2 ranks: supports wire bfloat16, float8_e4m3fn, mxfp8; supports graph-safe mode; "
     assert shown.endswith(f"{told}supports torch.compile\n"), "constraints are sentences"
+
+
+def test_variables_stand_for_options_that_are_left_out(
+    command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MOE_DISPATCH_BACKEND", "local")
+    monkeypatch.setenv("MOE_DISPATCH_TOP_K", "3")
+    report = json.loads(command("doctor", "--num-experts", "8", "--hidden", "512", "--json").out)
+    assert report["model"] == {"num_experts": 8, "top_k": 3, "hidden_size": 512}
+    assert [one["name"] for one in report["backends"]] == ["local"]
+    assert not caplog.messages
+    caplog.set_level(logging.WARNING, logger="moe_dispatch")  # the ranks, threads here, have raised it
+    report = json.loads(command("doctor", *SMALL, "-b", "allgather", "--json").out)
+    assert [one["name"] for one in report["backends"]] == ["allgather"]
+    assert any(
+        "BACKEND='local' is not used: the program sets backend to 'allgather'" in told for told in caplog.messages
+    )
+    assert any("TOP_K='3' is not used" in told for told in caplog.messages)
+    assert command("check", "nowhere").status == 2
+    assert "MOE_DISPATCH_TOP_K is not used: check sets all fields itself. Unset it." in caplog.messages
 
 
 @pytest.fixture

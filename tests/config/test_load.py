@@ -33,11 +33,6 @@ def _write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MOE_DISPATCH_BACKEND", raising=False)
-
-
 @pytest.mark.parametrize("suffix", ["yaml", "yml", "json"])
 def test_file(tmp_path: Path, suffix: str) -> None:
     import yaml

@@ -1,6 +1,6 @@
 """DeepEP's own test files, run on the emulation. They need a clone of DeepEP, and are skipped without one.
 
-MOE_DISPATCH_DEEP_EP_SOURCE names the clone, for example ``git clone --mirror https://github.com/deepseek-ai/DeepEP``.
+DEEP_EP_SOURCE names the clone, for example ``git clone --mirror https://github.com/deepseek-ai/DeepEP``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from moe_dispatch_testing.emulation.signatures import recorded
 
-VARIABLE = "MOE_DISPATCH_DEEP_EP_SOURCE"
+VARIABLE = "DEEP_EP_SOURCE"
 ELASTIC = (
     "--num-tokens=16",
     "--hidden=512",
