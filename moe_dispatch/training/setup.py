@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from moe_dispatch.training.gradients import clip_gradients, reduce_gradients, start_alike
+from moe_dispatch.training.holding import Kind
 from moe_dispatch.training.state import TrainingState
-from moe_dispatch.training.table import Kind, Table, table_of
+from moe_dispatch.training.table import Table, table_of
 from moe_dispatch.training.wrap import under_ddp, under_fsdp
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -38,82 +37,50 @@ class Whole:
         self.findings: list[str] = []
         self.sizes: dict[str, int] = {}
         self._own: dict[str, list[Part]] = {}
-        for name, held in one.held.items():
-            key = held.key or name
-            self._own.setdefault(key, []).append(Part(rank=0, held=held, numbers=held.numbers))
-            self.sizes[key] = max(self.sizes.get(key, 0), 1 + int(held.numbers.max()) if held.numbers.numel() else 0)
+        for held in one.held.values():
+            self._own.setdefault(held.key, []).append(Part(rank=0, held=held, numbers=held.numbers))
+            size = 1 + int(held.numbers.max()) if held.numbers.numel() else 0
+            self.sizes[held.key] = max(self.sizes.get(held.key, 0), size)
         self.parts: dict[str, list[Part]] = {key: [] for key in self.sizes}
         for record in ranks:
-            for name, held in record.held.items():
-                self._place(record, name, held, ranks)
-        self._check_held(ranks)
+            for held in record.held.values():
+                if not (text := self._misplaced(record.rank, held)):
+                    self.parts[held.key].append(Part(rank=record.rank, held=held, numbers=held.numbers))
+                elif not held.is_buffer:
+                    self.findings.append(text)
+        self._check_held()
 
-    def _place(self, record: Record, name: str, held: Held, ranks: Sequence[Record]) -> None:
-        key, numbers = held.key or name, held.numbers
-        if not held.key:
-            key = self._numbered(record, name, held)
-            whole = self.one.held.get(key)
-            if whole is not None and whole.shape != held.shape:
-                first = self._rows_before(held, name, ranks) if held.block else None
-                if first is None or held.shape[1:] != whole.shape[1:] or first + held.shape[0] > whole.shape[0]:
-                    if not held.is_buffer:
-                        over = f", over ranks {listed(held.mesh_ranks)} together" if held.mesh_ranks else ""
-                        cause = (
-                            "Ranks with different experts share its mesh: shard it over those that hold copies"
-                            if held.block and held.mesh_ranks
-                            else "Say with places(model) which part it is"
-                        )
-                        self.findings.append(
-                            f"{name} is {held.shape} on rank {record.rank}{over}, and {whole.shape} on one process. "
-                            f"{cause}."
-                        )
-                    return
-                numbers = numbers + first * torch.Size(whole.shape[1:]).numel()
-            if whole is None:
-                if not held.is_buffer:
-                    self.findings.append(
-                        f"{name} on rank {record.rank} has no counterpart on one process. If it has another name "
-                        "there, define name(own, model)."
-                    )
-                return
-            elif held.block and held.mesh_ranks and len(held.numbers) and not held.is_buffer:
-                self._check_block(record, key, held, whole)
-        if key in self.parts:
-            self.parts[key].append(Part(rank=record.rank, held=held, numbers=numbers))
-
-    def _numbered(self, record: Record, name: str, held: Held) -> str:
-        """Return the name on one process of a parameter of one expert, whose number counts from 0 on each rank."""
-        if held.block is None or held.mesh_ranks:
-            return name
-        for match in re.compile(r"(?<=\.)\d+(?=\.)").finditer(name, held.below):
-            pattern = re.compile(re.escape(name[: match.start()]) + r"(\d+)" + re.escape(name[match.end() :]))
-            own, all_ = (sum(bool(pattern.fullmatch(n)) for n in r.held) for r in (record, self.one))
-            if all_ == own * held.block[1] > own:
-                return f"{name[: match.start()]}{held.block[0] * own + int(match[0])}{name[match.end() :]}"
-        return name
-
-    def _rows_before(self, held: Held, name: str, ranks: Sequence[Record]) -> int:
-        """Return how many experts the ranks before this one in its group hold."""
-        assert held.block is not None
-        rows = {other.held[name].block: other.held[name].shape[0] for other in ranks if name in other.held}
-        return sum(rows.get((rank, held.block[1]), 0) for rank in range(held.block[0]))
-
-    def _check_block(self, record: Record, key: str, held: Held, whole: Held) -> None:
-        """Compare the experts of a DTensor with those whose rows the dispatcher sends to this rank."""
-        assert held.block is not None
-        if held.shape != whole.shape or held.shape[0] % held.block[1]:
-            return
-        per_row, per_rank = torch.Size(whole.shape[1:]).numel(), held.shape[0] // held.block[1]
-        rows = {*(held.numbers // per_row).tolist()}
-        routed = range(held.block[0] * per_rank, (held.block[0] + 1) * per_rank)
-        if len(rows) <= per_rank and not rows <= {*routed}:
-            self.findings.append(
-                f"{key} on rank {record.rank} is experts {listed(sorted(rows))}, but its dispatcher sends it the rows "
-                f"of experts {listed(routed)}. The group of the dispatcher and the mesh of the weights have their "
+    def _misplaced(self, rank: int, held: Held) -> str:
+        """Say why what a rank holds is no part of the tensor of one process, or of the experts that it serves."""
+        key = held.key
+        if key not in self._own:
+            return (
+                f"{key} on rank {rank} has no counterpart on one process. If it has another name there, define "
+                "name(own, model)."
+            )
+        whole = self._own[key][0].held.shape
+        if held.shape is None or whole is None:
+            return ""
+        if held.shape != whole:
+            over = f", over ranks {listed(held.mesh_ranks)} together" if held.mesh_ranks else ""
+            cause = (
+                "Ranks with different experts share its mesh: shard it over those that hold copies"
+                if held.experts and held.mesh_ranks
+                else "Say with places(model) which part it is"
+            )
+            return f"{key} is {held.shape} on rank {rank}{over}, and {whole} on one process. {cause}."
+        if held.experts is None or not held.mesh_ranks or not len(held.numbers):
+            return ""
+        rows = {*(held.numbers // torch.Size(whole[1:]).numel()).tolist()}
+        if len(rows) <= len(held.experts) and not rows <= {*held.experts}:
+            return (
+                f"{key} on rank {rank} is experts {listed(sorted(rows))}, but its dispatcher sends it the rows of "
+                f"experts {listed(held.experts)}. The group of the dispatcher and the mesh of the weights have their "
                 "ranks in another order (wrong mesh)."
             )
+        return ""
 
-    def _check_held(self, ranks: Sequence[Record]) -> None:
+    def _check_held(self) -> None:
         for key, parts in self.parts.items():
             if all(part.held.is_buffer for part in self._own[key]):
                 continue
@@ -147,11 +114,8 @@ class Whole:
 
     def to_load(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return values by the names of one process."""
-        return {
-            name: values[held.key or name][held.numbers]
-            for name, held in self.one.held.items()
-            if (held.key or name) in values
-        }
+        held_by = self.one.held
+        return {name: values[held.key][held.numbers] for name, held in held_by.items() if held.key in values}
 
     def told(self, by_key: Mapping[str, str]) -> list[str]:
         """Return each text once, with the keys for which it holds in the place of its braces."""
@@ -205,7 +169,7 @@ class Whole:
             other, number = places.get(values.numpy().tobytes(), (key, row))
             if (other, number) == (key, row) or len({*values.tolist()}) == 1:
                 continue
-            size = torch.Size(self._own[key][0].held.shape[1:]).numel()
+            size = values.numel()
             holders = ranks_of(part.rank for part in self.parts[key] if row < 0 or (part.numbers // size == row).any())
             what = other if row < 0 else f"number {number}" + f" of {other}" * (other != key)
             here = "{}" if row < 0 else f"number {row} of {{}}"
@@ -219,10 +183,10 @@ class Whole:
     def _experts(self, values: Mapping[str, Tensor]) -> Iterable[tuple[str, int, Tensor]]:
         """Yield the values of each expert, its key, and its number in the key or -1."""
         for key, flat in values.items():
-            own = self._own[key][0].held
-            if any(part.held.block for part in self.parts[key]):
-                stacked = len(own.shape) > 2 and not own.key
-                for row, part in enumerate(flat.view(own.shape[0], -1) if stacked else flat[None]):
+            shape = self._own[key][0].held.shape
+            if any(part.held.experts for part in self.parts[key]):
+                stacked = shape is not None and len(shape) > 2
+                for row, part in enumerate(flat.view(shape[0], -1) if stacked and shape else flat[None]):
                     yield key, row if stacked else -1, part
 
     # ---- steps ----

@@ -16,16 +16,18 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from moe_dispatch import Dispatcher, training
+from moe_dispatch import training
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.training.wrappers import fsdp_groups
+from moe_dispatch.training.holding import Holding, Reader
+from moe_dispatch.training.wrappers import fsdp_groups, managed_parameters
 from moe_dispatch_testing.prove.setup import Setup
 
 STEPS = 2
 SEED = 1000
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _SPLIT_BACKWARD = ("ZeroBubble", "ZBV", "DualPipe")
 
 
@@ -35,22 +37,23 @@ class Held:
     """What a rank holds of a parameter or of a buffer.
 
     Attributes:
-        shape: Shape of the tensor of which the rank holds a part; that of its own without a DTensor.
-        numbers: int64, flat. Numbers of the elements of ``shape`` that the rank holds.
-        block: Its number among the ranks that share the experts, and how many these are; None outside of a dispatcher.
+        key: Name of the whole tensor.
+        shape: Shape of the whole tensor; None if ``places`` says which elements the rank holds.
+        numbers: int64, flat. Numbers of the elements of the whole tensor that the rank holds.
+        experts: Numbers of the experts whose rows its dispatcher sends to the rank, if it belongs to them.
+        mesh_ranks: Ranks over which a DTensor lies.
         start: Values after ``build``, flat; ``after`` has those after each step.
         gradients: Before each step of the optimizer; None without one.
     """
 
-    shape: tuple[int, ...]
+    key: str
+    shape: tuple[int, ...] | None
     numbers: Tensor
-    block: tuple[int, int] | None
+    experts: range | None
     mesh_ranks: tuple[int, ...]
     start: Tensor
-    is_buffer: bool = False
-    below: int = 0  # length of the path of its dispatcher
-    trainable: bool = True
-    key: str = ""  # of the whole tensor; else it is found by name and shape
+    is_buffer: bool
+    trainable: bool
     after: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
     options: dict[str, float] = field(default_factory=dict)
@@ -103,52 +106,56 @@ class Run:
         self.record = Record(rank=rank, held={})
         self.has_looked = False
         self._names: dict[int, str] = {}
-        for model in self.models:
-            self._add(model)
-        for model in () if is_one else models:
+        for wrapped, model in zip(models, self.models, strict=True):
             try:
-                training.Setup(mesh, one_loss=[*setup.same_batch], on_parts=["*"]).table(model)
+                managed = managed_parameters(wrapped)
+                if not is_one:
+                    training.Setup(mesh, one_loss=[*setup.same_batch], on_parts=["*"]).table(wrapped)
             except ConfigError as refusal:
+                managed = {}
                 self.record.refusal = str(refusal)
+            self._add(model, Reader(model, managed, {}))
         self.record.splits_backward = next(
             (name for name in _schedules() if any(s in name for s in _SPLIT_BACKWARD)), ""
         )
 
-    def _add(self, model: nn.Module) -> None:
+    def _add(self, model: nn.Module, reader: Reader) -> None:
         places = {} if self.setup.places is None else self.setup.places(model)
-        blocks = _expert_blocks(model)
         persistent = model.state_dict(keep_vars=True).keys()
         buffers = {name: one for name, one in model.named_buffers() if name in persistent and one.is_floating_point()}
         for raw, tensor in [*model.named_parameters(), *buffers.items()]:
-            name = _clean(raw)
-            name = name if self.setup.name is None else self.setup.name(name, model)
-            held = self._held(tensor, blocks.get(id(tensor)))
-            held.is_buffer = raw in buffers
-            held.below = max((len(path) for path in _dispatchers(model) if raw.startswith(f"{path}.")), default=0)
+            name, holding = self._named(raw, model), self._holding(reader, raw, tensor)
+            key, (shape, numbers) = self._named(holding.saved_as, model), holding.elements()
             if raw in places:
-                held.key, held.numbers = places[raw][0], places[raw][1].flatten()
-            self.tensors[name], self.record.held[name], self._names[id(tensor)] = tensor, held, name
+                key, numbers, shape = places[raw][0], places[raw][1].flatten(), None
+            self.tensors[name], self._names[id(tensor)] = tensor, name
+            self.record.held[name] = Held(
+                key=key,
+                shape=shape,
+                numbers=numbers,
+                experts=holding.experts,
+                mesh_ranks=(*tensor.device_mesh.mesh.flatten().tolist(),) if isinstance(tensor, DTensor) else (),
+                start=self._value(tensor),
+                is_buffer=raw in buffers,
+                trainable=tensor.requires_grad,
+            )
         for name, module in model.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and module.training:
                 self.record.dropout.append(f"{name or 'the model'} (p = {module.p})")
             groups = fsdp_groups(module)
             self.record.reshards |= any(group.post_forward_mesh_info is not None for group in groups)
 
-    def _held(self, tensor: Tensor, block: tuple[int, int] | None) -> Held:
-        ranks: tuple[int, ...] = ()
-        numbers = torch.arange(tensor.numel()).view(tensor.shape)
-        if isinstance(tensor, DTensor):
-            ranks = tuple(tensor.device_mesh.mesh.flatten().tolist())
-            split = distribute_tensor(numbers, tensor.device_mesh, tensor.placements, src_data_rank=None)
-            numbers = split.to_local()
-        return Held(
-            shape=tuple(tensor.shape),
-            numbers=numbers.flatten(),
-            block=block,
-            mesh_ranks=ranks,
-            start=self._value(tensor),
-            trainable=tensor.requires_grad,
-        )
+    def _named(self, raw: str, model: nn.Module) -> str:
+        name = ".".join(part for part in raw.split(".") if part not in _WRAPPERS)
+        return name if self.setup.name is None else self.setup.name(name, model)
+
+    def _holding(self, reader: Reader, name: str, tensor: Tensor) -> Holding:
+        """Return what the rank holds; of a tensor about which the model does not tell, its own."""
+        try:
+            return reader.holding(name, tensor)
+        except ConfigError as refusal:
+            self.record.refusal = str(refusal)
+            return Holding(name=name, saved_as=name, tensor=tensor)
 
     def _value(self, tensor: Tensor) -> Tensor:
         read = self.setup.value
@@ -286,11 +293,6 @@ def _unwrapped(model: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def _clean(name: str) -> str:
-    wrappers = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-    return ".".join(part for part in name.split(".") if part not in wrappers)
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -298,19 +300,6 @@ def _local(tensor: Tensor) -> Tensor:
 def _gradient(parameter: nn.Parameter) -> Tensor | None:
     gradient = parameter.grad
     return getattr(parameter, "main_grad", None) if gradient is None else gradient
-
-
-def _expert_blocks(model: nn.Module) -> dict[int, tuple[int, int]]:
-    """Return, by the id of each parameter below a dispatcher, the rank in its group and the size of the group."""
-    blocks = dict[int, tuple[int, int]]()
-    for module in _dispatchers(model).values():
-        ranks = module._channel.communicator
-        blocks |= {id(parameter): (ranks.rank, ranks.size) for parameter in module.parameters()}
-    return blocks
-
-
-def _dispatchers(model: nn.Module) -> dict[str, Dispatcher]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, Dispatcher)}
 
 
 def _schedules() -> list[str]:
