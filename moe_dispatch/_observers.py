@@ -116,21 +116,28 @@ def tell_started(channel: Channel, lease: Lease, x: Tensor, routing: Routing, la
         observer.started(lease, x, routing, layout)
 
 
-_without_fsdp1: weakref.WeakSet[Lease] = weakref.WeakSet()
+_plain: weakref.WeakKeyDictionary[Lease, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+
+
+def is_plain(lease: Lease) -> bool:
+    """Whether FullyShardedDataParallel was found to have no parameter of the experts, and has taken none since."""
+    used = [reference() for reference in _plain.get(lease, ())]
+    return lease in _plain and all(one is not None and not hasattr(one, "_fsdp_flattened") for one in used)
 
 
 def may_be_wrapped(lease: Lease, rows: Tensor) -> bool:
     """Whether torch may have wrapped the model: in the forward of DistributedDataParallel, and after fully_shard.
 
     FullyShardedDataParallel leaves no record. If it is loaded, the first rows of each dispatcher that have a graph show
-    whether the experts are views of its flat parameters.
+    whether the experts are views of its flat parameters. It frees or marks the parameters that it takes later.
     """
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         return True
-    if "torch.distributed.fsdp._flat_param" in sys.modules and rows.grad_fn is not None and lease not in _without_fsdp1:
-        if any(hasattr(parameter, "_is_flat_param") for parameter in parameters_behind(rows)):
+    if "torch.distributed.fsdp._flat_param" in sys.modules and rows.grad_fn is not None and not is_plain(lease):
+        used = parameters_behind(rows)
+        if any(hasattr(parameter, "_is_flat_param") for parameter in used):
             return True
-        _without_fsdp1.add(lease)
+        _plain[lease] = [weakref.ref(parameter) for parameter in used]
     return bool(getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None))
 
 

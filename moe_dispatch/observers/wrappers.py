@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from torch.distributed import _composable_state
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_dispatch._observers import Observer, parameters_behind
+from moe_dispatch._observers import Observer, is_plain, parameters_behind
 from moe_dispatch.communication import real_group
 
 if TYPE_CHECKING:
@@ -40,12 +41,13 @@ class WrapperObserver(Observer):
         self._group = channel.communicator.group
         self._num_held = channel.config.num_experts // channel.shape.ep_size
         self._told = False
-        self._seen: weakref.WeakKeyDictionary[Lease, tuple[bool, int]] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[Lease, tuple[bool, int, bool]] = weakref.WeakKeyDictionary()
 
     def combined(self, lease: Lease, rows: Tensor) -> None:
         """Look at the parameters behind the rows, unless those of the dispatcher were looked at before."""
         ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)  # torch has no public name for it
-        wrappers = ddp is not None, len(_composable_state._module_state_mapping)
+        fsdp1 = "torch.distributed.fsdp._flat_param" in sys.modules and not is_plain(lease)
+        wrappers = ddp is not None, len(_composable_state._module_state_mapping), fsdp1
         if self._group is None or rows.grad_fn is None or self._seen.get(lease) == wrappers:
             return
         self._seen[lease] = wrappers

@@ -82,7 +82,7 @@ class Holding:
             shape[-1 if dim else 0] *= size
         if isinstance(self.tensor, DTensor):
             mesh, placements = self.tensor.device_mesh, self.tensor.placements
-            numbers = distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local()  # type: ignore[attr-defined]
+            numbers = distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local()
         return (*shape,), numbers.flatten()
 
 

@@ -125,9 +125,10 @@ class Run:
         buffers = {name: one for name, one in model.named_buffers() if name in persistent and one.is_floating_point()}
         for raw, tensor in [*model.named_parameters(), *buffers.items()]:
             name, holding = self._named(raw, model), self._holding(reader, raw, tensor)
-            key, (shape, numbers) = self._named(holding.saved_as, model), holding.elements()
+            whole, numbers = holding.elements()
+            key, shape = self._named(holding.saved_as, model), None if raw in places else whole
             if raw in places:
-                key, numbers, shape = places[raw][0], places[raw][1].flatten(), None
+                key, numbers = places[raw][0], places[raw][1].flatten()
             self.tensors[name], self._names[id(tensor)] = tensor, name
             self.record.held[name] = Held(
                 key=key,

@@ -151,6 +151,11 @@ def looks_at_fsdp1(rank: int) -> dict[str, Any]:
     frozen = model()
     frozen[1].stack.requires_grad_(False)
     found["frozen"] = said_by(fsdp1(frozen, use_orig_params=True), frozen=True)
+    for originals in (False, True):
+        late = model()
+        found["none"] += said_by(late)
+        late.zero_grad()
+        found[f"late, {originals=}"] = said_by(fsdp1(late, use_orig_params=originals))
     found["fully_shard"] = len(_composable_state._module_state_mapping)
     return found
 
@@ -160,6 +165,8 @@ def test_fsdp1_is_warned_of_and_refused_where_nobody_used_fully_shard() -> None:
     for found in run_processes(looks_at_fsdp1, 2, timeout=timedelta(seconds=60)):
         assert found["fully_shard"] == 0
         for originals in (False, True):
+            (said,) = found[f"late, {originals=}"]
+            assert "FullyShardedDataParallel must leave out the parameters of experts, got " in said
             for case in ("model", "experts"):
                 (said,), refused = found[f"{case}, {originals=}"]
                 assert said.startswith(
