@@ -83,7 +83,10 @@ class Slots(ABC):
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """Return the tables as arguments of an operator, for ``SlotOptions.restored``. Not called with ``balance``."""
+        """Return the tables as arguments of an operator, for ``SlotOptions.restored``. Not called with ``balance``.
+
+        The last one is ``experts_L`` of ``Assigned``.
+        """
 
     def refuse(self, channel: Channel, error: Exception) -> None:
         """Tell peers that wait in ``assign`` that this rank refuses the call, and raise ``error``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Size, Tensor
@@ -22,6 +22,7 @@ from moe_dispatch.compiling.operators import AgainArguments, CombineArguments, D
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.autograd import anchor_for
 from moe_dispatch.dispatchers.channel import Channel, Lease
+from moe_dispatch.dispatchers.meter import Tally
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.permutation import accumulation_dtype, merge_slots
@@ -40,6 +41,7 @@ class TracedState:
         num_rows: T, the number of the rows of x.
         real_rows: int64, the indices of the rows that went to the backend; None if all of them did.
         route: The tensors of the route.
+        tally: What counts its rows as trained; None in compiled code, which does not know its layer.
     """
 
     lease: Lease
@@ -48,6 +50,7 @@ class TracedState:
     num_rows: int
     real_rows: Tensor | None
     route: tuple[Tensor, ...]
+    tally: Tally | None = None
 
 
 del TracedState.__dataclass_fields__  # for FSDP2, as of ``autograd.State``
@@ -94,9 +97,33 @@ def dispatch(
             num_rows=x_TD.shape[0],
             real_rows=real_rows,
             route=tuple(found.route),
+            tally=None if layer < 0 else _tally(lease, real_L),
         ),
     )
     return operators.with_parts(channel, sent, found.parts)
+
+
+def _tally(lease: Lease, real_L: Tensor) -> Tally | None:
+    """Return what counts the rows of a dispatch as trained; None if tensors have no values."""
+    if type(real_L) is not Tensor:
+        return None
+    experts_L = None if lease.slots is None else lease.slots.tensors()[-1]
+    return Tally(lease.channel.meter, lease.layer, real_L.clone() if torch.is_grad_enabled() else real_L, experts_L)
+
+
+class _Counted(torch.autograd.Function):
+    """Count a tally in the backward of a combine."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, weights_R: Tensor, tally: Tally) -> tuple[Tensor, Tensor]:
+        ctx.tally = tally
+        ctx.set_materialize_grads(False)
+        return rows_RD.view_as(rows_RD), weights_R.view_as(weights_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor | None, grad_R: Tensor | None) -> Any:
+        ctx.tally.count()
+        return grad_RD, grad_R, None
 
 
 def dispatch_again(x: Tensor, again: Dispatched) -> Dispatched:
@@ -122,9 +149,12 @@ def combine(rows: Tensor, sent: Dispatched) -> Tensor:
     state: TracedState = sent.state
     channel = state.lease.enter()
     check_plain("Dispatcher.combine", rows=rows)
+    rows, weights = rows.to(sent.in_graph.dtype), sent.weights
+    if state.tally is not None:
+        rows, weights = _Counted.apply(rows, weights, state.tally)  # type: ignore[no-untyped-call]
     given = CombineArguments(
-        rows=rows.to(sent.in_graph.dtype),
-        weights=sent.weights,
+        rows=rows,
+        weights=weights,
         route=state.route,
         real_rows=state.real_rows,
         channel=channel.name,

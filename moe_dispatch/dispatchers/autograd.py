@@ -22,6 +22,7 @@ from moe_dispatch.communication import HostCopy, raise_alike
 from moe_dispatch.dispatchers.agreement import described, facts_of, leave_untold, mark_of, settle, tell_peers, text_of
 from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
+from moe_dispatch.dispatchers.meter import Tally
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Dispatched, Plan, check_plain
@@ -46,6 +47,7 @@ class State:
             rank. False only if no rank wants them and the ranks know it.
         route: Route of the backend.
         number: Number of the dispatch on the trail of the channel.
+        tally: What counts its rows as trained; None if a backward is not part of a training step.
     """
 
     lease: Lease
@@ -57,6 +59,7 @@ class State:
     wants_weights: bool
     route: Route
     number: int = 0
+    tally: Tally | None = None
 
     def changed(self, **changes: Any) -> State:
         """Return a state with other values. It is no dataclass for ``dataclasses.replace``."""
@@ -355,6 +358,8 @@ class Dispatch(torch.autograd.Function):
             raise double_backward("dispatch")
         if type(grad_RD) is not Tensor:
             check_plain("Dispatcher.dispatch", gradient=grad_RD)
+        if state.tally is not None:
+            state.tally.count()
         lease = state.lease
         lease.channel.announce(lease.name)
         lease.channel.trail.follow("dispatch.backward", grad_RD.device, of=state.number, dispatcher=lease.number)
@@ -396,6 +401,8 @@ class Combine(torch.autograd.Function):
         if type(grad) is not Tensor:
             check_plain("Dispatcher.combine", gradient=grad)
         (weights_R, rows_RD), state = ctx.saved_tensors, ctx.state
+        if state.tally is not None:  # on one rank, a gradient of the experts may be the only one
+            state.tally.count()
         grad_TD = grad.reshape(state.num_rows, grad.shape[-1])
         lease = state.lease
         lease.channel.announce(lease.name)

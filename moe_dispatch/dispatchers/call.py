@@ -27,6 +27,7 @@ class Call:
         columns: The data that travels with the rows; None if there is none.
         repetition: How repetitions of the dispatch take its route, which ranks compare beside the grad mode; empty if
             they do not.
+        trains: Whether a backward of the dispatch belongs to a training step, for ``Dispatcher.expert_counts``.
     """
 
     x: Tensor
@@ -35,3 +36,4 @@ class Call:
     async_op: bool = False
     columns: CarriedColumns | None = None
     repetition: str = ""
+    trains: bool = True

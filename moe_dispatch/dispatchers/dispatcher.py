@@ -22,6 +22,7 @@ from moe_dispatch.dispatchers import autograd, checks
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
 from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel, profiler_range
+from moe_dispatch.dispatchers.meter import Tally
 from moe_dispatch.dispatchers.names import OwnNames
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
 from moe_dispatch.layouts import BSHD, Layout, Rows
@@ -381,12 +382,17 @@ class Dispatcher(OwnNames):
 
         return read_metrics(self._channel, gather=gather)
 
-    def expert_counts(self) -> Tensor:
-        """Return how many rows each expert has got from this layer. No host sync.
+    def expert_counts(self, *, every_call: bool = False) -> Tensor:
+        """Return how many rows each expert has got from this layer in training. No host sync.
 
-        The counts grow for as long as the dispatcher is open, so those of a step are a difference of two results. A
-        layer that activation checkpointing recomputes counts once, padding and rows that were dropped do not count,
-        and replays of a CUDA graph do.
+        A dispatch counts when the first gradient comes back to it, so each one counts once, however often activation
+        checkpointing recomputes it. Forwards without a backward do not count: evaluations, passes for log-probs or of
+        a reference model, and ``self_test``. Nor does a layer that no gradient reaches, or padding, or rows that were
+        dropped. Replays of a CUDA graph count. The counts grow for as long as the dispatcher is open, so those of a
+        step are the difference of two results, each read behind a backward.
+
+        Args:
+            every_call: Whether to count every forward, with a backward or without, as ``metrics`` does.
 
         Returns:
             int64 (E,), on the device of the rows. These are the rows that this rank has computed, of its own experts
@@ -401,7 +407,8 @@ class Dispatcher(OwnNames):
         """
         channel = self._channel
         preferred = torch.device(self.config.device or "cpu")
-        return channel.meter.tokens_of(self._lease.layer, device_of(channel.communicator.group, preferred))
+        device = device_of(channel.communicator.group, preferred)
+        return channel.meter.tokens_of(self._lease.layer, device, every_call=every_call)
 
     def self_test(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         """Send random rows through identity experts, and compare the result and the gradients with the exact ones.
@@ -573,7 +580,7 @@ def make(dispatcher: Dispatcher, call: Call) -> Dispatched | InFlight:
                 departed = autograd.start(channel, request, async_op=call.async_op)
                 if channel.observers or routing.drift is not None:
                     tell_started(channel, lease, x, routing, layout)
-            arrive = partial(receive, lease, departed, layout, x.shape, checked.x_TD, weights_TK)
+            arrive = partial(receive, lease, departed, layout, x.shape, checked.x_TD, weights_TK, call.trains)
             if not call.async_op:
                 return arrive()
             placement = None if departed.assigned is None else departed.assigned.placement
@@ -606,10 +613,18 @@ def receive(
     shape: torch.Size,
     x_TD: Tensor,
     weights_TK: Tensor,
+    trains: bool,
 ) -> Dispatched:
     """Wait for the rows of a dispatch, and attach them to the rows and weights that were sent."""
     with torch.no_grad():
         arrived = autograd.finish(departed)
+    tally = None
+    if trains:
+        real_L = arrived.real_tokens_per_expert
+        if torch.is_grad_enabled():  # the caller may change its tensor before the backward, for example all-reduce it
+            real_L = real_L.clone()
+        experts_L = None if departed.assigned is None else departed.assigned.experts_L
+        tally = Tally(departed.channel.meter, lease.layer, real_L, experts_L)
     state = autograd.State(
         lease=lease,
         layout=layout,
@@ -621,6 +636,7 @@ def receive(
         wants_weights=weights_TK.requires_grad and arrived.wants_weights,
         route=arrived.route,
         number=departed.number,
+        tally=tally,
     )
     result = partial(
         Dispatched,

@@ -1,7 +1,7 @@
 """Count the tokens of each layer, and the padding and needs of a channel.
 
 Counters on the device are read only on request. A recomputed call is a dispatch that moves bytes, but its rows were
-counted in the forward.
+counted in the forward. What a training step routes is counted a second time, by the ``Tally`` of a dispatch.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class Meter:
         self.rows: Counter[str] = Counter({"rank": 0, "cut": 0, "dispatches": 0, "uneven": 0})
         # Rows of each slot, with padding; masked rows; needs, which are maxima, as a dispatch may be repeated; copies.
         self._counters: dict[torch.device, tuple[Tensor, ...]] = {}
-        # The real rows of each expert, by layer, with a last entry for empty slots; and the part of this rank's own.
-        self._layers: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        # The real rows of each expert, by layer, with a last entry for empty slots: of all calls, and of those with a
+        # backward. Then the parts of this rank's own experts.
+        self._layers: dict[tuple[int, torch.device], tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._called = set[int]()
         self._reports: dict[tuple[str, torch.device], Tensor] = {}
         self._turns: dict[torch.device, tuple[int, torch.cuda.Stream, torch.cuda.Event]] = {}
@@ -113,12 +114,12 @@ class Meter:
             StateError: The first call of the layer on the device is being captured in a CUDA graph.
         """
         if (layer, device) not in self._layers:
-            by_expert = self.zeros("", device, self._num_experts + 1)
+            by_expert = self.zeros("", device, 2, self._num_experts + 1)
             if device not in self._counters:
                 shapes = (self._num_slots,), (), (3,), ()
                 self._counters[device] = tuple(self.zeros("", device, *shape) for shape in shapes)
             with torch.inference_mode(False):
-                self._layers[layer, device] = by_expert, by_expert[self._own]
+                self._layers[layer, device] = by_expert, by_expert[:, self._own].unbind()
 
     def record(self, arrived: Arrived, departed: Departed) -> None:
         """Count one dispatch. No sync. In place, so that replays write to the same counters."""
@@ -132,9 +133,9 @@ class Meter:
             if not departed.recomputed:
                 real_L, (by_expert, own) = arrived.real_tokens_per_expert, self._layers[departed.layer, device]
                 if departed.assigned is None:
-                    torch._foreach_add_((own, padded), (real_L, arrived.tokens_per_expert))  # one launch
+                    torch._foreach_add_((own[0], padded), (real_L, arrived.tokens_per_expert))  # one launch
                 else:
-                    by_expert.index_add_(0, departed.assigned.experts_L.to(device), real_L)
+                    by_expert[0].index_add_(0, departed.assigned.experts_L.to(device), real_L)
                     padded.add_(arrived.tokens_per_expert)
                     if departed.assigned.num_copies is not None:
                         copies.add_(departed.assigned.num_copies)
@@ -144,16 +145,33 @@ class Meter:
                 torch.maximum(needs, torch.cat([arrived.demand, departed.outcome.view(1)]), out=needs)
         self.rows["dispatches"] += 1
 
+    def record_trained(self, layer: int, real_L: Tensor, experts_L: Tensor | None = None) -> None:
+        """Count the rows of a dispatch as those of a training step. No sync. In place, for replays.
+
+        Args:
+            layer: Number of the layer.
+            real_L: Rows of each slot of this rank.
+            experts_L: The expert in each slot; None if every rank holds its own experts only.
+        """
+        device = real_L.device
+        by_expert, own = self._layers[layer, device]
+        with self.turn(device) if device.type == "cuda" else _NO_TURN:
+            if experts_L is None:
+                own[1].add_(real_L)
+            else:
+                by_expert[1].index_add_(0, experts_L.to(device), real_L)
+
     def count_rows(self, **by_cause: int) -> None:
         """Count what the host knows, by name in ``rows``, unless a call is recomputed."""
         if not is_recomputation():
             self.rows.update(by_cause)
 
-    def tokens_of(self, layer: int, default: torch.device) -> Tensor:
+    def tokens_of(self, layer: int, default: torch.device, *, every_call: bool) -> Tensor:
         """Return a copy of the rows that each expert got from a layer, int64 (E,), on their device. No sync.
 
         Args:
             layer: Number of the layer.
+            every_call: Whether to count calls that were not trained too.
             default: Device of the zeros that are returned before the first dispatch.
 
         Raises:
@@ -168,7 +186,7 @@ class Meter:
         for (number, device), (by_expert, _) in self._layers.items():
             if number == layer:
                 with self.turn(device):
-                    found.append(by_expert[:-1].clone())
+                    found.append(by_expert[0 if every_call else 1, :-1].clone())
         if not found:
             return torch.zeros(self._num_experts, dtype=torch.int64, device=default)
         return found[0] if len(found) == 1 else torch.stack([tokens.to(found[0].device) for tokens in found]).sum(0)
@@ -220,7 +238,7 @@ class Meter:
         """
         total, by_layer = [0] * self._num_experts, dict[str, list[int]]()
         for device in self._counters:
-            here = {layer: rows for (layer, its), (rows, _) in self._layers.items() if its == device}
+            here = {layer: rows[0] for (layer, its), (rows, _) in self._layers.items() if its == device}
             with self.turn(device):
                 found = torch.stack([*here.values()]).tolist()  # one host sync, however many layers there are
             for layer, (*rows, _) in zip(here, found, strict=True):
@@ -255,3 +273,30 @@ class Meter:
         """Return the value of a counter. A host sync on a GPU."""
         with self.turn(counter.device):
             return counter.tolist()
+
+
+@final
+class Tally:
+    """The rows of one dispatch, which are counted as trained when the first gradient comes back to it.
+
+    So a forward without a backward counts nothing, whatever the grad mode. One dispatch may have several backwards, and
+    share its route with recomputations and with ``dispatch(again=...)``. All of them have the same tally.
+
+    Args:
+        meter: Counters of the channel.
+        layer: Number of the layer.
+        real_L: Rows of each slot of this rank, in memory that nobody writes to before the backward.
+        experts_L: The expert in each slot; None if every rank holds its own experts only.
+    """
+
+    __slots__ = ("_experts_L", "_layer", "_meter", "real_L")
+
+    def __init__(self, meter: Meter, layer: int, real_L: Tensor, experts_L: Tensor | None) -> None:
+        self._meter: Meter | None = meter
+        self._layer, self.real_L, self._experts_L = layer, real_L, experts_L
+
+    def count(self) -> None:
+        """Count the rows, unless they have been counted."""
+        if (meter := self._meter) is not None:
+            self._meter = None
+            meter.record_trained(self._layer, self.real_L, self._experts_L)

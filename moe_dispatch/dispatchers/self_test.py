@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.wire import wire_format
+from moe_dispatch.dispatchers.call import Call
+from moe_dispatch.dispatchers.dispatcher import make
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Routing
@@ -64,7 +66,8 @@ def _differences(dispatcher: Dispatcher, device: torch.device, dtype: torch.dtyp
     def experts(sent: Dispatched) -> Tensor:
         return sent.rows if config.weights == "combine" else (sent.rows * sent.weights.unsqueeze(1)).to(dtype)
 
-    sent = dispatcher.dispatch(x, Routing(ids, weights), Rows())
+    sent = make(dispatcher, Call(x=x, routing=Routing(ids, weights), plan=Rows(), trains=False))
+    assert isinstance(sent, Dispatched)
     y = dispatcher.combine(experts(sent), sent)
     total = weights.detach().sum(1, keepdim=True)
     found = {"output": _difference(y.detach(), x.detach() * total)}

@@ -142,6 +142,8 @@ def dispatch_anew(dispatcher: Dispatcher, call: Call) -> tuple[Kept, Dispatched 
             state=sent.state,
             carried=_copied(sent.carried),
         )
+        if (tally := sent.state.tally) is not None:
+            tally.real_L = kept.sent.real_tokens_per_expert
         return sent
 
     if isinstance(arriving, Dispatched):
