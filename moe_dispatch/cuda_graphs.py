@@ -97,7 +97,8 @@ def capture(
     if elsewhere := _not_on_cuda(inputs):
         raise InputError(f"capture: inputs must be on a CUDA device, got {', '.join(elsewhere)}.")
     inside = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs)
-    recorded = _record(lambda: function(*inside), warmup)
+    undo = [each._channel.meter.watch_trained() for each in dispatchers]
+    recorded = _record(lambda: function(*inside), warmup, undo)
     return Captured([(each, each._channel.capacity) for each in dispatchers], inside, plan, *recorded)
 
 
@@ -105,12 +106,14 @@ def _not_on_cuda(inputs: tuple[Tensor, ...]) -> list[str]:
     return [str(tensor.device) for tensor in inputs if not tensor.is_cuda]
 
 
-def _record(step: Callable[[], Any], warmup: int) -> tuple[Any, Any]:
+def _record(step: Callable[[], Any], warmup: int, undo: Sequence[Callable[[], None]]) -> tuple[Any, Any]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(warmup):
             step()
+        for take_back in undo:  # the runs are no steps
+            take_back()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):  # torch's own stream for captures is on the first device that captured

@@ -108,7 +108,7 @@ def _tally(lease: Lease, real_L: Tensor) -> Tally | None:
     if type(real_L) is not Tensor:
         return None
     experts_L = None if lease.slots is None else lease.slots.tensors()[-1]
-    return Tally(lease.channel.meter, lease.layer, real_L.clone() if torch.is_grad_enabled() else real_L, experts_L)
+    return Tally(lease, real_L.clone() if torch.is_grad_enabled() else real_L, experts_L)
 
 
 class _Counted(torch.autograd.Function):

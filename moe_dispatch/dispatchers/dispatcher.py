@@ -624,7 +624,7 @@ def receive(
         if torch.is_grad_enabled():  # the caller may change its tensor before the backward, for example all-reduce it
             real_L = real_L.clone()
         experts_L = None if departed.assigned is None else departed.assigned.experts_L
-        tally = Tally(departed.channel.meter, lease.layer, real_L, experts_L)
+        tally = Tally(lease, real_L, experts_L)
     state = autograd.State(
         lease=lease,
         layout=layout,

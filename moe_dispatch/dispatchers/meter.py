@@ -7,7 +7,7 @@ counted in the forward. What a training step routes is counted a second time, by
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, final
 
@@ -19,6 +19,7 @@ from moe_dispatch.errors import StateError
 
 if TYPE_CHECKING:
     from moe_dispatch.dispatchers.autograd import Departed
+    from moe_dispatch.dispatchers.channel import Lease
 
 _NO_TURN = nullcontext()
 _COMPILED = -1
@@ -161,6 +162,32 @@ class Meter:
             else:
                 by_expert[1].index_add_(0, experts_L.to(device), real_L)
 
+    def watch_trained(self) -> Callable[[], None]:
+        """Return a function that takes back what is counted as trained from now on, for runs that are no steps.
+
+        Neither waits for the device.
+        """
+        before = dict[torch.device, tuple[Sequence[int], Tensor]]()
+        for device in self._counters:
+            layers, counts = self._trained_on(device)
+            with self.turn(device):
+                before[device] = layers, torch.stack(counts)
+
+        def take_back() -> None:
+            for device in self._counters:
+                layers, counts = self._trained_on(device)
+                known, values = before.get(device, ((), None))
+                kept = dict(zip(known, () if values is None else values.unbind(), strict=True))
+                with torch.no_grad(), self.turn(device):
+                    torch._foreach_copy_(counts, [kept.get(layer, torch.zeros_like(counts[0])) for layer in layers])
+
+        return take_back
+
+    def _trained_on(self, device: torch.device) -> tuple[Sequence[int], Sequence[Tensor]]:
+        """Return the numbers of the layers on a device, and their counts of training."""
+        found = {layer: by_expert[1] for (layer, its), (by_expert, _) in self._layers.items() if its == device}
+        return [*found], [*found.values()]
+
     def count_rows(self, **by_cause: int) -> None:
         """Count what the host knows, by name in ``rows``, unless a call is recomputed."""
         if not is_recomputation():
@@ -283,20 +310,19 @@ class Tally:
     share its route with recomputations and with ``dispatch(again=...)``. All of them have the same tally.
 
     Args:
-        meter: Counters of the channel.
-        layer: Number of the layer.
+        lease: Lease of the dispatcher.
         real_L: Rows of each slot of this rank, in memory that nobody writes to before the backward.
         experts_L: The expert in each slot; None if every rank holds its own experts only.
     """
 
-    __slots__ = ("_experts_L", "_layer", "_meter", "real_L")
+    __slots__ = ("_experts_L", "_lease", "real_L")
 
-    def __init__(self, meter: Meter, layer: int, real_L: Tensor, experts_L: Tensor | None) -> None:
-        self._meter: Meter | None = meter
-        self._layer, self.real_L, self._experts_L = layer, real_L, experts_L
+    def __init__(self, lease: Lease, real_L: Tensor, experts_L: Tensor | None) -> None:
+        self._lease: Lease | None = lease
+        self.real_L, self._experts_L = real_L, experts_L
 
     def count(self) -> None:
         """Count the rows, unless they have been counted."""
-        if (meter := self._meter) is not None:
-            self._meter = None
-            meter.record_trained(self._layer, self.real_L, self._experts_L)
+        if (lease := self._lease) is not None:
+            self._lease = None
+            lease.channel.meter.record_trained(lease.layer, self.real_L, self._experts_L)

@@ -178,6 +178,7 @@ def retry_on_overflow(
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     before = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
     while True:
+        undo = [channel.meter.watch_trained() for channel in channels]
         result = step()
         found = [_grow(channel, headroom) for channel in channels]  # grow all channels, in the same order on all ranks
         again = any(each.needed.overflowed for each in found)
@@ -190,6 +191,8 @@ def retry_on_overflow(
             raise problem
         if not again:
             return result
+        for take_back in undo:
+            take_back()
         torch.set_rng_state(before[0])
         for device, state in zip(devices, before[1], strict=True):
             torch.cuda.set_rng_state(state, device)

@@ -211,3 +211,27 @@ def test_the_bias_of_a_router_ignores_evaluations() -> None:
     plain = biased(evaluates=False)
     assert biased(evaluates=True) == plain
     assert any(plain)
+
+
+def test_a_step_that_is_run_again_counts_once() -> None:
+    """The first run overflows on a layer that has trained before, and on one that has not."""
+
+    def body(group: Group) -> tuple[list[int], list[Tensor]]:
+        rows = ROWS[group.rank()]
+        fields = {"graph_safe": {"capacity_factor": 1.0, "on_overflow": "drop"}, "max_tokens_per_rank": 9}
+        layers = [_Layer(small_config(**fields), group, name=str(number)) for number in range(2)]
+        layers[0](random_rows(1).requires_grad_(), Routing(torch.tensor([[0, 7]]), torch.ones(1, 2))).sum().backward()
+        skewed, runs = Routing(torch.tensor([[0, 1]]).expand(rows, 2).contiguous(), torch.ones(rows, 2)), []
+
+        def step() -> None:
+            runs.append(0)
+            for layer in layers:
+                layer(random_rows(rows).requires_grad_(), skewed).sum().backward()
+
+        layers[0].retry_on_overflow(step)
+        return runs, [layer.expert_counts() for layer in layers]
+
+    results = on_ranks(body, 2)
+    assert [runs for runs, _ in results] == [[0, 0]] * 2
+    assert _total([counts[0] for _, counts in results]) == [13, 11, 0, 0, 0, 0, 0, 2]
+    assert _total([counts[1] for _, counts in results]) == [11, 11, 0, 0, 0, 0, 0, 0]

@@ -131,6 +131,28 @@ def test_replays_count_the_rows_of_a_placement(called: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_replays_count_what_they_train(backend: str) -> None:
+    """Runs that warm up count nothing, and neither does a graph without a backward."""
+    layer = layer_of(backend)
+    x, ids, weights = layer.inputs(0)
+    with torch.no_grad():
+        layer.dispatcher.dispatch(x, Routing(ids, weights))
+    evaluation = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(evaluation), torch.no_grad():
+        sent = layer.dispatcher.dispatch(x, Routing(ids, weights))
+        layer.dispatcher.combine(sent.rows, sent)
+    graph = capture(layer.dispatcher, layer.step, x, ids, weights)
+    expected = layer.dispatcher.expert_counts().cpu()
+    assert expected.sum() in (0, ids.numel())  # a simulated device runs what it captures
+    for seed in range(3):
+        inputs = layer.inputs(seed)
+        graph.replay(*inputs)
+        evaluation.replay()
+        expected += torch.bincount(inputs[1].flatten().cpu(), minlength=8)
+    assert torch.equal(layer.dispatcher.expert_counts().cpu(), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_lengths_on_the_host_cannot_be_captured_without_a_plan(backend: str) -> None:
     """A replay would copy them from memory of the host that has been reused."""
     layer = layer_of(backend)
