@@ -55,7 +55,7 @@ PUBLIC = {
         experimental="mx_tensor te_grouped_tensor torch_arguments blocked_scales deep_gemm_pair deep_gemm_layout "
         "grouped_gemm quantised_gradient gradient_as QuantisedRows QuantisedOptions",
     ),
-    "moe_dispatch.recompute": _names(experimental="keep_routes keep_routes_of keep_routes_in keep_ids"),
+    "moe_dispatch.recompute": _names(experimental="checkpoint keep_routes keep_routes_of keep_routes_in keep_ids"),
     "moe_dispatch.training": _names(experimental="Setup Table Held OnParts joined_group"),
     "moe_dispatch.replay": _names(experimental="RoutingTable Turn Cut Recording replayed SequenceId"),
     "moe_dispatch.balance": _names(

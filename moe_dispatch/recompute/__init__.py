@@ -1,11 +1,11 @@
 """Recompute a dispatch on the route of its forward, in activation checkpointing.
 
-    checkpoint(layer, x, use_reentrant=False, context_fn=keep_routes)
+    checkpoint(layer, x)
 
 See ``docs/training.md``.
 """
 
-from moe_dispatch.recompute.contexts import keep_ids, keep_routes, keep_routes_of
+from moe_dispatch.recompute.contexts import checkpoint, keep_ids, keep_routes, keep_routes_of
 from moe_dispatch.recompute.modules import keep_routes_in
 
-__all__ = ["keep_ids", "keep_routes", "keep_routes_in", "keep_routes_of"]
+__all__ = ["checkpoint", "keep_ids", "keep_routes", "keep_routes_in", "keep_routes_of"]

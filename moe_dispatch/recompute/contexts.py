@@ -12,24 +12,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from moe_dispatch._interceptors import Interceptor, of_thread
 from moe_dispatch.dispatchers.agreement import settle
 from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, bring_back
-from moe_dispatch.errors import InputError, StateError
+from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.recompute.differences import report
 from moe_dispatch.recompute.left_out import Watch, leave_out
 from moe_dispatch.recompute.nesting import Asker, Place, asker_in, checkpoints_between
 from moe_dispatch.recompute.routes import Kept, Log, dispatch_anew, dispatch_on, refuse
+from moe_dispatch.recompute.tensors import recompute_once
 from moe_dispatch.types import Dispatched, InFlight, Plan
 
 Parameters = ParamSpec("Parameters")
@@ -38,14 +40,60 @@ _AGREED = "sizes", "num_chunks", "footprint"  # what ranks agree on in a plan
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
+def checkpoint(
+    function: Callable[..., Result],
+    *args: Any,
+    use_reentrant: bool = False,
+    context_fn: Callable[[], Contexts] | None = None,
+    only_added: bool = False,
+    **kwargs: Any,
+) -> Result:
+    """Call a function without keeping its activations. A backward computes them again, on the routes of this call.
+
+    This is ``torch.utils.checkpoint.checkpoint`` with ``keep_routes``, so it also takes the place of torch's function
+    where a framework asks for one. The activations are computed once, even if a pipeline schedule takes the gradients
+    of a stage's inputs first and those of its weights later; torch would compute them for each. Until then the pass for
+    the weights finds what it needs in memory, and everything else is freed by the pass for the inputs.
+
+    Args:
+        function: What is called, on all ranks of a group or on none.
+        *args: Its arguments.
+        use_reentrant: Must be False.
+        context_fn: As in ``keep_routes``: contexts of your own, such as those of a policy of selective checkpointing.
+        only_added: As in ``keep_routes``.
+        **kwargs: Options of torch's checkpoint, ``preserve_rng_state``, ``determinism_check`` and ``early_stop``, and
+            keyword arguments of the function.
+
+    Raises:
+        ConfigError: ``use_reentrant`` is true. Reentrant checkpoints do not work where a backward is split.
+
+    The backward raises InputError on every rank, or in graph-safe mode ``Dispatcher.check`` does, if a recomputation
+    saves other tensors than its forward, chooses other experts, or dispatches otherwise.
+
+    Cost: that of ``keep_routes``.
+    """
+    if use_reentrant:
+        raise ConfigError(
+            "checkpoint: use_reentrant must be False, got True. For a reentrant checkpoint, pass "
+            "keep_routes_of(function) to torch.utils.checkpoint.checkpoint."
+        )
+    if torch.compiler.is_compiling():  # a compiled call dispatches anew
+        kwargs |= {} if context_fn is None else {"context_fn": context_fn}
+    else:
+        kwargs["context_fn"] = partial(keep_routes, context_fn, only_added=only_added)
+    result: Result = torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return result
+
+
 def keep_routes(context_fn: Callable[[], Contexts] | None = None, *, only_added: bool = False) -> Contexts:
     """Let a recomputed dispatch take the route of its forward. The ``context_fn`` of ``torch.utils.checkpoint``.
 
     A recomputation then neither exchanges counts nor waits for the device, and experts get the rows of the forward, in
-    the same order. The last combine of the call is left out, if on no rank the checkpoint saves a tensor behind it. The
-    ids and weights that the router chooses in the recomputation must be those of the forward, because the backward of
-    the router uses them. They are compared: in eager mode the backward raises InputError on every rank, and in
-    graph-safe mode ``Dispatcher.check`` does. ``keep_ids`` gives the router the ids of the forward.
+    the same order. It runs once for all backward passes, as ``checkpoint`` says. The last combine of the call is left
+    out, if on no rank the checkpoint saves a tensor behind it. The ids and weights that the router chooses in the
+    recomputation must be those of the forward, because the backward of the router uses them. They are compared: in
+    eager mode the backward raises InputError on every rank, and in graph-safe mode ``Dispatcher.check`` does.
+    ``keep_ids`` gives the router the ids of the forward.
 
     Use it with ``use_reentrant=False``, on all ranks or on none. A dispatch that ``torch.compile`` or a policy of
     selective checkpointing records is made by an operator, and not by this function.
@@ -202,8 +250,11 @@ class Keeping(Way):
     def __init__(self, log: Log) -> None:
         super().__init__(log)
         log.begin(self.place.frame if self.place.grad_enabled else None, recorded=self.place.grad_enabled)
+        if self.place.grad_enabled:
+            recompute_once(self.place, log)
 
     def dispatch(self, dispatcher: Dispatcher, call: Call) -> Dispatched | InFlight:
+        self.log.verbs += 1
         lease = dispatcher._lease
         sent: Dispatched | InFlight
         with _in_force(self.outer):
@@ -216,6 +267,7 @@ class Keeping(Way):
         return sent
 
     def combine(self, dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor:
+        self.log.verbs += 1
         with _in_force(self.outer):
             y = bring_back(dispatcher, rows, sent) if self.outer is None else self.outer.combine(dispatcher, rows, sent)
         for log in (self.log, *self.logs_inside()):
@@ -274,9 +326,10 @@ class Repeating(Way):
         lease = dispatcher._lease
         all_kept, number = self.log.kept.get(lease, []), self.next[lease]
         self.next[lease] += 1
+        self.log.repeated += 1
         with _in_force(None):
             if number >= len(all_kept):
-                return refuse(self.log, dispatcher, more_than=number)
+                return refuse(self.log, lease, f"more than {number}")
             kept = all_kept[number]
             for log in self.logs_inside():
                 log.add(lease, kept)
@@ -286,6 +339,7 @@ class Repeating(Way):
 
     def combine(self, dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor:
         self.combines += 1
+        self.log.repeated += 1
         lease = sent.state.lease
         with _in_force(None):
             if self.log.leaves_out and self.combines == self.log.combines:
@@ -342,7 +396,11 @@ class Repeating(Way):
                 report(lease, torch.zeros(2, dtype=torch.int64, device=device), self.problem)
 
     def end(self) -> None:
-        """Compare the calls of ``keep_ids`` with those of the forward, when the recomputation has ended by itself."""
+        """Compare the calls with those of the forward, when the recomputation has ended by itself."""
+        if self.decides:
+            for lease, all_kept in self.log.kept.items():
+                if self.next[lease] < len(all_kept):
+                    refuse(self.log, lease, f"{self.next[lease]} of {len(all_kept)}")
         if self.decides and self.next_ids < (number := len(self.log.ids)):
             text = f"a recomputation must make all {number} calls of its forward, got {self.next_ids}"
             self.refuse(text, self.log.ids[0][1].device)

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils.checkpoint import _StopRecomputationError
 
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, bring_back
 from moe_dispatch.errors import InputError
@@ -30,8 +31,6 @@ def leave_out(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched, watch: Wat
         NaN in the shape of the result. With a watch, the result itself where gradients are not recorded, because the
         watch sees nothing there.
 
-    Raises:
-        InputError: The recomputation has not stopped.
     """
     state = sent.state
     route = SimpleNamespace(
@@ -40,10 +39,7 @@ def leave_out(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched, watch: Wat
     )
     y = bring_back(dispatcher, rows, dataclasses.replace(sent, state=state.changed(route=route)))
     if watch is None:
-        raise InputError(
-            f"Dispatcher.combine: a recomputation{of(dispatcher)} must save the tensors of its forward, got others. "
-            "Checkpoint a function that does the same each time."
-        )
+        raise _StopRecomputationError  # other tensors were saved before, of which the checkpoint hears now
     if y.grad_fn is None:
         return bring_back(dispatcher, rows, sent)
     watch.dispatcher, watch.combine = dispatcher, y.grad_fn
@@ -89,6 +85,7 @@ class Watch(saved_tensors_hooks):
     def __exit__(self, *error: object) -> None:
         self.combine = None
         super().__exit__(*error)
+        del self.pack_hook  # it refers to this object and, through the hooks around it, to recomputed tensors
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:

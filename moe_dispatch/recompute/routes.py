@@ -66,6 +66,9 @@ class Log:
         ids: Who has called ``keep_ids``, in order, and the results.
         recorded: Whether gradients are recorded in the forward.
         combines: Number of combines.
+        verbs: Number of dispatches and combines that the forward has begun.
+        repeated: Number of those that the running recomputation has begun.
+        saved: How many tensors the forward had saved, and verbs it had begun, when it saved the last tensor.
         leaves_out: Whether recomputations leave out the last combine: by ``only_added``, or because on all ranks they
             stop there.
     """
@@ -78,6 +81,8 @@ class Log:
         self.ids: list[tuple[Asker, Tensor]] = []
         self.recorded = True
         self.combines, self.leaves_out = 0, only_added
+        self.verbs = self.repeated = 0
+        self.saved = 0, 0
         self._frame: weakref.ref[Any] | None = None
         self._last: tuple[Channel, int] | None = None
 
@@ -200,13 +205,13 @@ def dispatch_on(
         raise
 
 
-def refuse(log: Log, dispatcher: Dispatcher, *, more_than: int) -> NoReturn:
-    """Refuse a dispatch that the forward did not make."""
+def refuse(log: Log, lease: Lease, number: str) -> NoReturn:
+    """Refuse a recomputation that dispatches more often than its forward, or less often."""
     error = InputError(
-        f"Dispatcher.dispatch: a recomputation{of(dispatcher)} must make the dispatches of its forward, got more than "
-        f"{more_than}. Checkpoint a function that does the same each time."
+        f"Dispatcher.dispatch: a recomputation{of(lease)} must make the dispatches of its forward, got {number}. "
+        "Checkpoint a function that does the same each time."
     )
-    _raise_alike(log, dispatcher._lease.enter(), error)
+    _raise_alike(log, lease.enter(), error)
     raise error
 
 
@@ -274,7 +279,7 @@ def _copied(carried: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
     return None if carried is None else {name: values.clone() for name, values in carried.items()}
 
 
-def of(dispatcher: Dispatcher) -> str:
+def of(dispatcher: Dispatcher | Lease) -> str:
     """Return text that names a dispatcher in an error, or nothing."""
     return f" of {dispatcher.name!r}" * bool(dispatcher.name)
 
