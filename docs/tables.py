@@ -12,11 +12,11 @@ from typing import Any, get_args
 import torch
 
 from docs.stability import EXPERIMENTAL_FIELDS, PUBLIC
-from moe_dispatch._support import SUPPORT
 from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, known_backends, load_backend
 from moe_dispatch.backends.base import listed_sizes
 from moe_dispatch.backends.capacity import capacity_of
 from moe_dispatch.backends.wire import WireDtype, id_dtype_for, packet_format, row_format
+from moe_dispatch.versions import SUPPORT
 from tests.simulated_cuda import bytes as budget_of_bytes
 from tests.simulated_cuda.floor import VERBS
 

@@ -27,10 +27,11 @@ __all__ = [
 if TYPE_CHECKING:
     from moe_dispatch.config import DispatcherConfig
     from moe_dispatch.cuda_graphs import capture
+    from moe_dispatch.dispatched import Dispatched
     from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
     from moe_dispatch.errors import MoEDispatchError
     from moe_dispatch.layouts import BSHD, SBHD, THD, Masked, Rows
-    from moe_dispatch.types import Dispatched, Plan, Routing
+    from moe_dispatch.types import Plan, Routing
 else:
     # Names are imported on first use. So the command can show its help, and complete words in a shell, without
     # importing torch, which takes more than a second.
@@ -40,7 +41,8 @@ else:
         "moe_dispatch.cuda_graphs": ("capture",),
         "moe_dispatch.errors": ("MoEDispatchError",),
         "moe_dispatch.layouts": ("BSHD", "SBHD", "THD", "Masked", "Rows"),
-        "moe_dispatch.types": ("Dispatched", "Plan", "Routing"),
+        "moe_dispatch.dispatched": ("Dispatched",),
+        "moe_dispatch.types": ("Plan", "Routing"),
     }
 
     def __getattr__(name):

@@ -13,15 +13,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar, final
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from moe_dispatch._observers import observers_of
 from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, PeerError, StateError
+from moe_dispatch.seams.group_observers import Work, observers_of
 
 
 @final
@@ -41,13 +41,6 @@ class Alone:
 
     def wait(self) -> None:
         """Return at once."""
-
-
-class Work(Protocol):
-    """A collective that can be waited for."""
-
-    def wait(self) -> object:
-        """Wait for the collective."""
 
 
 Value = TypeVar("Value")

@@ -18,10 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from moe_dispatch._options import FROZEN, SHORT, Count, Options, name_in, spelled_out, with_option
-from moe_dispatch._probing import how_to_install, require_plug_in
-from moe_dispatch._slots import BalanceName, SlotOptions, load_slot_options
-from moe_dispatch._support import newer_format
 from moe_dispatch.backends.base import BackendOptions, PermutationName
 from moe_dispatch.backends.capacity import GraphSafeOptions
 from moe_dispatch.backends.registry import (
@@ -35,6 +31,10 @@ from moe_dispatch.backends.registry import (
 from moe_dispatch.backends.wire import WireDtype, WireOptions, load_wire_options
 from moe_dispatch.communication import canonical_json
 from moe_dispatch.errors import ConfigError, did_you_mean, shown
+from moe_dispatch.seams.options import FROZEN, SHORT, Count, Options, name_in, spelled_out, with_option
+from moe_dispatch.seams.plug_ins import load_plug_in, require_plug_in
+from moe_dispatch.seams.slots import BalanceName, SlotOptions, load_slot_options
+from moe_dispatch.versions import how_to_install, newer_format
 
 if TYPE_CHECKING:
     from moe_dispatch.steps.options import ChunkOptions
@@ -227,7 +227,7 @@ class DispatcherConfig(BaseModel):
             if broken:
                 raise ConfigError(rule)
         if self.watchdog is not None:
-            require_plug_in("moe_dispatch.observers", "watchdog needs it. Leave that out")
+            require_plug_in("moe_dispatch.capabilities.observers", "watchdog needs it. Leave that out")
         for options in self._options.values():
             if options is not None:
                 options.check(self)
@@ -404,10 +404,10 @@ def _options_class(field: str, options: Mapping[str, Any]) -> type[Options]:
     if field == "balance":
         return load_slot_options(name_in(field, options, "exact"))
     if field == "chunks":
-        require_plug_in("moe_dispatch.steps", "chunks need it. Leave that out")
-        from moe_dispatch.steps.options import ChunkOptions  # noqa: PLC0415 - a plain call never needs it
-
-        return ChunkOptions
+        options_class: type[Options] = load_plug_in(
+            "moe_dispatch.steps.options", "chunks need it. Leave that out"
+        ).ChunkOptions
+        return options_class
     if field == "wire":
         return load_wire_options(name_in(field, options, "mxfp8"))
     return GraphSafeOptions

@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch.backends import Constraints, parse_backend
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatched import Dispatched
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import InputError
-from moe_dispatch.types import Dispatched, Routing
+from moe_dispatch.types import Routing
 from moe_dispatch_testing.case import BackendSpec, poisoned_memory
 from moe_dispatch_testing.ranks import Ranks
 from moe_dispatch_testing.reference import ConformanceError, expect_close, expect_equal

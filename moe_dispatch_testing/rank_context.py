@@ -10,9 +10,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch.dispatched import Dispatched
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.layouts import Layout
-from moe_dispatch.types import Dispatched, Plan, Routing
+from moe_dispatch.types import Plan, Routing
 from moe_dispatch_testing.host_syncs import allow_host_syncs
 from moe_dispatch_testing.input_layouts import InputLayout
 from moe_dispatch_testing.reference import check_dispatched, slots_of_rank

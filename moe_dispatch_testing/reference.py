@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch.types import Dispatched
+from moe_dispatch.dispatched import Dispatched
 from moe_dispatch_testing.scenario import Batch, Experts, Scenario
 
 

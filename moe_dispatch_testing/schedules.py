@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_dispatch.types import Dispatched
+from moe_dispatch.dispatched import Dispatched
 from moe_dispatch_testing.rank_context import LayerCall, RankContext
 from moe_dispatch_testing.reference import Expected, reference
 from moe_dispatch_testing.scenario import Batch, Experts, Scenario

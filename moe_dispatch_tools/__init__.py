@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from moe_dispatch._probing import how_to_install
+from moe_dispatch.versions import how_to_install
 
 EXTRA = ("typer", "rich", "matplotlib", "jinja2")
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import moe_dispatch
-from moe_dispatch._probing import loaded_nccl
+from moe_dispatch.versions import loaded_nccl
 
 PEER_PACKAGES = ("torchtitan", "transformers")
 

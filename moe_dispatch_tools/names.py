@@ -14,10 +14,10 @@ from typing import Any, final
 
 from pydantic import ValidationError
 
-from moe_dispatch._options import with_option
 from moe_dispatch.backends import BackendOptions, known_backends, load_backend, register_backend
 from moe_dispatch.config import DispatcherConfig, json_or_text, with_variables
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
+from moe_dispatch.seams.options import with_option
 
 logger = logging.getLogger("moe_dispatch")
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from moe_dispatch.backends.base import MoEShape
 from moe_dispatch.balance import ExpertPlacement, PlannerOptions, run_planner
-from moe_dispatch.balance.options import ExactOptions
-from moe_dispatch.balance.placement import EMPTY
-from moe_dispatch.balance.slot_table import SlotTable, slots_of
-from moe_dispatch.balance.slots import exact_planner
+from moe_dispatch.capabilities.balance.options import ExactOptions
+from moe_dispatch.capabilities.balance.placement import EMPTY
+from moe_dispatch.capabilities.balance.slot_table import SlotTable, slots_of
+from moe_dispatch.capabilities.balance.slots import exact_planner
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.permutation import count_experts, merge_slots
 

@@ -20,7 +20,7 @@ import zipfile
 from pathlib import Path
 
 import moe_dispatch
-from moe_dispatch._support import SUPPORT
+from moe_dispatch.versions import SUPPORT
 from tests.matrix.run import NotRun, find_python, last_line, run
 
 ROOT = Path(__file__).parent.parent

@@ -60,36 +60,38 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             "alltoall, deepep, hybridep, local.",
         )
     ],
-    "balance": [
+    "capabilities/balance": [
         *(
             (
                 f"DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, {field})",
-                "ConfigError: moe_dispatch.balance is not installed. balance and Dispatcher.place need it. Leave ",
+                "ConfigError: moe_dispatch.capabilities.balance is not installed. balance and Dispatcher.place ",
             )
             for field in ("balance='exact'", "balance='manual'", "balance={'name': 'exact', 'bound': 1.5}")
         ),
         (
             "Dispatcher(DispatcherConfig(num_experts=8, top_k=2, hidden_size=16)).place(None)",
-            "ConfigError: moe_dispatch.balance is not installed. ",
+            "ConfigError: moe_dispatch.capabilities.balance is not installed. ",
         ),
         (
             "from moe_dispatch.dispatchers import SlotWeights",
-            "ModuleNotFoundError: No module named 'moe_dispatch.balance'",
+            "ModuleNotFoundError: No module named 'moe_dispatch.capabilities.balance'",
         ),
     ],
-    "carry": [
+    "capabilities/carry": [
         (
             f"import torch; build_dispatcher({CONFIG.format(repr('local'))}).dispatch("
             f"torch.ones(2, 16), {ROUTING}, carry={{'adapter': torch.zeros(2)}})",
-            "ConfigError: moe_dispatch.carry is not installed. carry of Dispatcher.dispatch needs it. Leave carry out",
+            "ConfigError: moe_dispatch.capabilities.carry is not installed. carry of Dispatcher.dispatch needs it. "
+            "Leave carry out",
         )
     ],
-    "compiling": [
+    "capabilities/compiling": [
         *(
             (
                 f"import torch; {call}",
-                "ConfigError: moe_dispatch.compiling is not installed. torch.compile and selective checkpointing of a "
-                "dispatcher need it. Keep dispatchers out of them, or install the whole package.",
+                "ConfigError: moe_dispatch.capabilities.compiling is not installed. "
+                "torch.compile and selective checkpointing of a dispatcher need it. Keep dispatchers out of them, "
+                "or install the whole package.",
             )
             for call in (
                 f"torch.compile({LAYER}, backend='eager')(torch.ones(2, 16))",
@@ -102,7 +104,7 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
         (
             f"import torch; torch.compile({LAYER}, backend='eager', fullgraph=True)(torch.ones(2, 16))",
             "Unsupported: Call to `torch._dynamo.graph_break()`\n  Explanation: User-inserted graph break. Message: "
-            "moe_dispatch.compiling is not installed.",
+            "moe_dispatch.capabilities.compiling is not installed.",
         ),
         (
             "import torch; torch.ops.moe_dispatch.dispatch",
@@ -115,22 +117,23 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             "ModuleNotFoundError: No module named 'moe_dispatch.integrations'",
         )
     ],
-    "observers": [
+    "capabilities/observers": [
         (
             CONFIG.format("'alltoall', watchdog=5"),
-            "ConfigError: moe_dispatch.observers is not installed. watchdog needs it. Leave that out, or install ",
+            "ConfigError: moe_dispatch.capabilities.observers is not installed. watchdog needs it. "
+            "Leave that out, or install ",
         ),
         (
             "import os\nos.environ['MOE_DISPATCH_WATCHDOG'] = '5'\n"
             "try:\n    build_dispatcher(DispatcherConfig(num_experts=8, top_k=2, hidden_size=16))\n"
             "finally:\n    del os.environ['MOE_DISPATCH_WATCHDOG']",
-            "ConfigError: DispatcherConfig: keywords and MOE_DISPATCH_WATCHDOG: moe_dispatch.observers is not "
-            "installed. watchdog needs it. Leave that out, or ",
+            "ConfigError: DispatcherConfig: keywords and MOE_DISPATCH_WATCHDOG: moe_dispatch.capabilities.observers "
+            "is not installed. watchdog needs it. Leave that out, or ",
         ),
         (
             "from moe_dispatch.replay import RoutingTable\n"
             "RoutingTable.record([build_dispatcher(DispatcherConfig(num_experts=8, top_k=2, hidden_size=16))])",
-            "ConfigError: moe_dispatch.observers is not installed. RoutingTable.record needs it. ",
+            "ConfigError: moe_dispatch.capabilities.observers is not installed. RoutingTable.record needs it. ",
         ),
         (  # as in the forward of DistributedDataParallel, which nobody looks at then
             "import torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
@@ -143,37 +146,40 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             "nothing",
         ),
     ],
-    "quantised": [
+    "capabilities/quantised": [
         *(
             (
                 f"DispatcherConfig(num_experts=8, top_k=2, hidden_size=128, {field})",
-                'ConfigError: moe_dispatch.quantised is not installed. Every wire but "bfloat16" needs it. Leave ',
+                'ConfigError: moe_dispatch.capabilities.quantised is not installed. Every wire but "bfloat16" ',
             )
             for field in ("wire='mxfp8'", "wire={'dtype': 'float8_e4m3fn', 'gradients': True}")
         ),
         (
             "from moe_dispatch.quantised import mx_tensor",
-            "ModuleNotFoundError: No module named 'moe_dispatch.quantised'",
+            "ModuleNotFoundError: No module named 'moe_dispatch.capabilities.quantised'",
         ),
     ],
-    "recompute": [
+    "capabilities/recompute": [
         (
             "from moe_dispatch.recompute import keep_routes",
-            "ModuleNotFoundError: No module named 'moe_dispatch.recompute'",
+            "ModuleNotFoundError: No module named 'moe_dispatch.capabilities.recompute'",
         ),
         (
             "DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, chunks={'tokens': 4, 'recompute': True})",
-            "ConfigError: moe_dispatch.recompute is not installed. chunks.recompute needs it. Leave that out, or ",
+            "ConfigError: moe_dispatch.capabilities.recompute is not installed. chunks.recompute needs it. ",
         ),
     ],
-    "replay": [
-        ("from moe_dispatch.replay import RoutingTable", "ModuleNotFoundError: No module named 'moe_dispatch.replay'"),
+    "capabilities/replay": [
+        (
+            "from moe_dispatch.replay import RoutingTable",
+            "ModuleNotFoundError: No module named 'moe_dispatch.capabilities.replay'",
+        ),
         (
             "import torch\n"
             "ids, drift = torch.zeros(1, 2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)\n"
             "config = DispatcherConfig(num_experts=8, top_k=2, hidden_size=16)\n"
             "build_dispatcher(config).dispatch(torch.ones(1, 16), Routing(ids, torch.ones(1, 2), drift))",
-            "ConfigError: moe_dispatch.replay is not installed. Routing.drift needs it. ",
+            "ConfigError: moe_dispatch.capabilities.replay is not installed. Routing.drift needs it. ",
         ),
     ],
     "steps": [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_dispatch._probing import how_to_install
+from moe_dispatch.versions import how_to_install
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -56,4 +56,4 @@ def test_commands_name_extras_that_exist_and_no_page_names_an_index() -> None:
     assert used <= extras
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *sources]
     told = {path.name for path in pages if re.search(r"pip install '?moe-dispatch", path.read_text("utf-8"))}
-    assert told <= {"_probing.py", "CHANGELOG.md"}
+    assert told <= {"versions.py", "CHANGELOG.md"}

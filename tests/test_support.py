@@ -10,9 +10,9 @@ from typing import get_args
 
 import pytest
 
-from moe_dispatch._support import SUPPORT
 from moe_dispatch.backends.deep_ep import deepep, hybridep
 from moe_dispatch.integrations.checks import parse_version
+from moe_dispatch.versions import SUPPORT
 
 ROOT = Path(__file__).parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")

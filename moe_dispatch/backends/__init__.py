@@ -6,7 +6,6 @@ To add a backend, subclass ``BackendOptions`` (``name``, ``constraints``, ``open
 the smallest example.
 """
 
-from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.backends.base import (
     PROTOCOL,
     Arrived,
@@ -22,6 +21,7 @@ from moe_dispatch.backends.registry import known_backends, load_backend, parse_b
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import WireSupport
 from moe_dispatch.communication import Communicator
+from moe_dispatch.seams.plug_ins import Rejected, Usable
 from moe_dispatch.types import Sizes
 
 __all__ = [

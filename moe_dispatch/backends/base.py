@@ -10,8 +10,6 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._options import Options
-from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.backends.capacity import CapacityFactor, GraphSafeSupport, capacity_of, worst_rows
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import Encoded, WireSupport
@@ -19,6 +17,8 @@ from moe_dispatch.backends.workspace import Workspace
 from moe_dispatch.communication import Communicator
 from moe_dispatch.permutation import Permutation, TorchPermutation, choose_permutation
 from moe_dispatch.permutation.index import SlotIndex
+from moe_dispatch.seams.options import Options
+from moe_dispatch.seams.plug_ins import Rejected, Usable
 from moe_dispatch.types import Capacity, Sizes
 
 PROTOCOL = 1

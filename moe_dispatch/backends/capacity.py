@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, final
 
 from pydantic import Field
 
-from moe_dispatch._options import Options
 from moe_dispatch.errors import ConfigError
+from moe_dispatch.seams.options import Options
 from moe_dispatch.types import Capacity
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import torch
 
-from moe_dispatch._interceptors import load_carry
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.wire import WireFormat, back_wire, dispatch_format, packet_format, row_format
 from moe_dispatch.permutation import accumulation_dtype
+from moe_dispatch.seams.calls import load_carry
 from moe_dispatch.types import Sizes
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
 from typing import Any, Literal
 
-from moe_dispatch._extension_points import declared, derives, load_declared
-from moe_dispatch._options import name_in, spelled_out
-from moe_dispatch._probing import Rejected, Usable, has_code
 from moe_dispatch.backends.base import PROTOCOL, BackendOptions
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError, did_you_mean, shown
+from moe_dispatch.seams.extension_points import declared, derives, load_declared
+from moe_dispatch.seams.options import name_in, spelled_out
+from moe_dispatch.seams.plug_ins import Rejected, Usable, has_code
 
 ENTRY_POINT_GROUP = "moe_dispatch.backends"
 AUTO = "auto"

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._options import Options
-from moe_dispatch._probing import require_plug_in
-from moe_dispatch._strides import dense
 from moe_dispatch.permutation.index import round_up
+from moe_dispatch.permutation.strides import dense
+from moe_dispatch.seams.options import Options
+from moe_dispatch.seams.plug_ins import load_plug_in
 
 if TYPE_CHECKING:
     from moe_dispatch.backends.base import Constraints, MoEShape
+    from moe_dispatch.dispatched import Dispatched
     from moe_dispatch.permutation import Permutation, SlotIndex
-    from moe_dispatch.types import Dispatched
 
 __all__ = ["Encoded", "WireFormat", "WireOptions"]
 
@@ -222,11 +222,8 @@ def wire_format(name: str | None) -> type[WireFormat]:
     """
     found = _FORMATS.get(name)  # no cached function, because a traced call comes here
     if found is None:
-        _require_plug_in()
-        from moe_dispatch.quantised.formats import load_format  # noqa: PLC0415 - a plain call never needs it
-
-        assert name is not None
-        found = _FORMATS[name] = load_format(name)
+        loaded: type[WireFormat] = _quantised("formats").load_format(name)
+        found = _FORMATS[name] = loaded
     return found
 
 
@@ -418,11 +415,10 @@ def load_wire_options(name: str) -> type[WireOptions]:
     """
     if name == "bfloat16":
         return WireOptions
-    _require_plug_in()
-    from moe_dispatch.quantised.options import QuantisedOptions  # noqa: PLC0415 - a plain call never needs it
-
-    return QuantisedOptions
+    options: type[WireOptions] = _quantised("options").QuantisedOptions
+    return options
 
 
-def _require_plug_in() -> None:
-    require_plug_in("moe_dispatch.quantised", 'Every wire but "bfloat16" needs it. Leave wire out')
+def _quantised(module: str) -> Any:
+    what = 'Every wire but "bfloat16" needs it. Leave wire out'
+    return load_plug_in(f"moe_dispatch.capabilities.quantised.{module}", what)

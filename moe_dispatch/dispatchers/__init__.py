@@ -27,20 +27,20 @@ There are two kinds of padding:
   ``triton_tables``), which add these rows. If the backend has ``pads_experts``, its library adds them.
 
 All calls use ``channel``, the objects that dispatchers with the same config and group open and share. They count in
-``meter``. In a call, a plug-in behind ``moe_dispatch._slots`` chooses expert slots if the config asks for it, and
-observers behind ``moe_dispatch._observers`` hear of the call if there are any. Outside of a call: ``requirements``
+``meter``. In a call, a plug-in behind ``moe_dispatch.seams.slots`` chooses expert slots if the config asks for it, and
+observers behind ``moe_dispatch.seams.observers`` hear of the call if there are any. Outside of a call: ``requirements``
 (what config and backend need from a group), ``metrics`` and ``overflow`` (they read what calls counted and needed),
 and ``self_test`` (random rows through identity experts). Above the dispatcher stand ``moe_dispatch.cuda_graphs``, which
-captures graph-safe calls, and the plug-ins ``moe_dispatch.balance`` and ``moe_dispatch.steps``.
+captures graph-safe calls, ``moe_dispatch.capabilities`` and ``moe_dispatch.steps``.
 """
 
 from typing import TYPE_CHECKING
 
-from moe_dispatch._probing import imported_on_use
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, build_dispatcher
+from moe_dispatch.seams.plug_ins import imported_on_use
 
 if TYPE_CHECKING:
-    from moe_dispatch.balance.slot_weights import SlotWeights
+    from moe_dispatch.capabilities.balance.slot_weights import SlotWeights
     from moe_dispatch.dispatchers.metrics import Metrics
     from moe_dispatch.dispatchers.overflow import RequiredCapacity
     from moe_dispatch.steps.chunks import run_in_chunks
@@ -50,7 +50,7 @@ else:
         globals(),
         Metrics="moe_dispatch.dispatchers.metrics",
         RequiredCapacity="moe_dispatch.dispatchers.overflow",
-        SlotWeights="moe_dispatch.balance.slot_weights",
+        SlotWeights="moe_dispatch.capabilities.balance.slot_weights",
         even_rounds="moe_dispatch.steps.rounds",
         run_in_chunks="moe_dispatch.steps.chunks",
     )

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_dispatch._interceptors import of_thread
 from moe_dispatch.backends import marks
 from moe_dispatch.communication import control_device, device_of, raise_alike
 from moe_dispatch.dispatchers.channel import Channel, Lease
@@ -28,6 +27,7 @@ from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.dispatchers.trail import UNKNOWN
 from moe_dispatch.errors import InputError
 from moe_dispatch.permutation import count_experts
+from moe_dispatch.seams.calls import of_thread
 from moe_dispatch.types import Plan, Sizes
 
 UNTOLD = (

@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Size, Tensor
 
-from moe_dispatch._slots import Assigned, Slots
 from moe_dispatch.backends.base import Arrived, Route
 from moe_dispatch.backends.wire import Encoded
 from moe_dispatch.communication import HostCopy, raise_alike
+from moe_dispatch.dispatched import Dispatched, check_plain
 from moe_dispatch.dispatchers.agreement import described, facts_of, leave_untold, mark_of, settle, tell_peers, text_of
 from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
 from moe_dispatch.dispatchers.meter import Tally
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.types import Dispatched, Plan, check_plain
+from moe_dispatch.seams.slots import Assigned, Slots
+from moe_dispatch.types import Plan
 
 if TYPE_CHECKING:
-    from moe_dispatch.carry.columns import CarriedColumns
+    from moe_dispatch.capabilities.carry.columns import CarriedColumns
 
 
 @final
@@ -343,6 +344,9 @@ class Dispatch(torch.autograd.Function):
     ``arrived`` is a tuple, because autograd turns a tensor that is both an argument and a result into a view.
     ``weights_TK`` is None if the rows took the route of an earlier dispatch.
     """
+
+    is_dispatch = True
+    """Behind this node of a graph are no experts; ``seams.observers`` looks for it."""
 
     @staticmethod
     def forward(

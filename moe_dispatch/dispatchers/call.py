@@ -11,7 +11,7 @@ from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Plan, Routing
 
 if TYPE_CHECKING:
-    from moe_dispatch.carry.columns import CarriedColumns
+    from moe_dispatch.capabilities.carry.columns import CarriedColumns
 
 
 @final

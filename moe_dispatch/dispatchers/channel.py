@@ -24,9 +24,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_dispatch._observers import Observer, observe_groups
-from moe_dispatch._slots import Slots
-from moe_dispatch._tracing import is_traced, refuse_traced
 from moe_dispatch.backends.base import BackendContext, BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.communication import Communicator, control_device, device_types, own_device, raise_alike
@@ -37,6 +34,9 @@ from moe_dispatch.dispatchers.requirements import check_buffers, check_group, ch
 from moe_dispatch.dispatchers.trail import Trail
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, StateError
 from moe_dispatch.permutation import choose_permutation
+from moe_dispatch.seams.observers import Observer, observe_groups
+from moe_dispatch.seams.slots import Slots
+from moe_dispatch.seams.tracing import is_traced, refuse_traced
 from moe_dispatch.types import Capacity, Sizes
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -229,7 +229,7 @@ class Lease:
             error.add_note(f"In the dispatcher {self.name!r}.")
 
     def enter_unless_traced(self) -> Channel | None:
-        """Return what ``enter`` does; None if torch traces the call, which ``moe_dispatch.compiling`` then runs."""
+        """Return what ``enter`` does; None if torch traces the call, which the plug-in then runs."""
         channel = self.channel
         if torch.compiler.is_compiling() or (
             torch._C._len_torch_dispatch_stack() and channel.needs.compilable and is_traced()

@@ -11,13 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch._expert_rows import leaves_idle_groups
-from moe_dispatch._interceptors import load_carry, of_thread
-from moe_dispatch._observers import may_be_wrapped, tell_combined, tell_started
-from moe_dispatch._slots import Placement, load_slot_options
-from moe_dispatch._tracing import real_tensors, traced_calls
 from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatched import Dispatched, InFlight, check_plain
 from moe_dispatch.dispatchers import autograd, checks
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
 from moe_dispatch.dispatchers.call import Call
@@ -26,7 +22,13 @@ from moe_dispatch.dispatchers.meter import Tally
 from moe_dispatch.dispatchers.names import OwnNames
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
 from moe_dispatch.layouts import BSHD, Layout, Rows
-from moe_dispatch.types import Dispatched, InFlight, Plan, Routing, check_plain
+from moe_dispatch.permutation.grouped_mm import leaves_idle_groups
+from moe_dispatch.seams.calls import load_carry, of_thread
+from moe_dispatch.seams.observers import may_be_wrapped, tell_combined, tell_started
+from moe_dispatch.seams.plug_ins import load_plug_in
+from moe_dispatch.seams.slots import Placement, load_slot_options
+from moe_dispatch.seams.tracing import real_tensors, traced_calls
+from moe_dispatch.types import Plan, Routing
 
 if TYPE_CHECKING:
     from moe_dispatch.dispatchers.metrics import Metrics
@@ -117,9 +119,9 @@ class Dispatcher(OwnNames):
     def forward(self, x: Tensor, routing: Routing, plan: Plan | Layout | None = None, *, carry: Carry = None) -> Tensor:
         """Run the whole layer, ``combine(run_experts(dispatch(x)))``; the result has the shape of x."""
         if self.config.chunks is not None:
-            from moe_dispatch.steps.chunks import run_in_chunks  # noqa: PLC0415 - other layers never need it
-
-            return run_in_chunks(self, self.run_experts, x, routing, plan, carry=carry)
+            chunks = load_plug_in("moe_dispatch.steps.chunks", "chunks need it. Leave that out")
+            y: Tensor = chunks.run_in_chunks(self, self.run_experts, x, routing, plan, carry=carry)
+            return y
         sent = self.dispatch(x, routing, plan, carry=carry)
         return self.combine(self.run_experts(sent), sent)
 

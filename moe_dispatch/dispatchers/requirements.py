@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from moe_dispatch._probing import Rejected
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape, listed_sizes
 from moe_dispatch.backends.registry import known_backends, probe_backend, probed
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError
+from moe_dispatch.seams.plug_ins import Rejected
 from moe_dispatch.types import Capacity
 
 _OTHER_HIDDEN = "Use another hidden size or another backend. [MD05]"

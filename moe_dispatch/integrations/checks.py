@@ -7,11 +7,11 @@ import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from moe_dispatch._options import spelled_out
-from moe_dispatch._support import SUPPORT
 from moe_dispatch.backends.wire import wire_format
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError, IntegrationError
+from moe_dispatch.seams.options import spelled_out
+from moe_dispatch.versions import SUPPORT
 
 
 def check_version(package: str) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_dispatch.backends.registry import BackendName
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatched import Dispatched
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.integrations.checks import check_version, checked_options, refuse_quantised_rows
@@ -30,7 +31,7 @@ from moe_dispatch.integrations.slot_experts import (
     view_of,
 )
 from moe_dispatch.layouts import Rows
-from moe_dispatch.types import Dispatched, Routing
+from moe_dispatch.types import Routing
 
 check_version("nemo-automodel")  # before the imports, whose errors explain less
 

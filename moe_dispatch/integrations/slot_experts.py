@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from moe_dispatch._expert_rows import leaves_idle_groups, without_idle_garbage
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatched import Dispatched
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.types import Dispatched, Plan, Routing
+from moe_dispatch.permutation.grouped_mm import leaves_idle_groups, without_idle_garbage
+from moe_dispatch.types import Plan, Routing
 
 _PARAMETRIZATIONS = "parametrizations"  # torch's name for the submodule of a parametrized module
 
@@ -98,7 +99,7 @@ def run_layer(
     """
     slots = None
     if has_spare_slots(dispatcher.config):
-        from moe_dispatch.balance.slot_weights import slot_weights_of  # noqa: PLC0415 - other layers never need it
+        from moe_dispatch.capabilities.balance.slot_weights import slot_weights_of  # noqa: PLC0415 - other layers never need it
 
         slots = slot_weights_of(dispatcher)
     if dispatcher.config.chunks is not None:

@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from moe_dispatch._expert_rows import leaves_idle_groups
 from moe_dispatch.backends.registry import BackendName
+from moe_dispatch.capabilities.replay.entries import UNKNOWN
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatched import Dispatched
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.integrations.checks import check_version, refuse_chunks, refuse_quantised_rows, refuse_spare_slots
 from moe_dispatch.integrations.slot_experts import clean_gradients, has_spare_slots, needs_clean_gradients, run_layer
 from moe_dispatch.layouts import Rows
+from moe_dispatch.permutation.grouped_mm import leaves_idle_groups
 from moe_dispatch.replay import Cut, replayed
-from moe_dispatch.replay.entries import UNKNOWN
-from moe_dispatch.types import Dispatched, Routing
+from moe_dispatch.types import Routing
 
 check_version("torchtitan")  # before the imports, whose errors explain less
 

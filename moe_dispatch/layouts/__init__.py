@@ -6,12 +6,12 @@ functions of this package need no process group, except ``broadcast_layout``.
 
 from typing import TYPE_CHECKING
 
-from moe_dispatch._probing import imported_on_use
 from moe_dispatch.layouts.base import Layout, Shard
 from moe_dispatch.layouts.bshd import BSHD, SBHD
 from moe_dispatch.layouts.rows import Masked, Rows
 from moe_dispatch.layouts.shard import ShardKind, padded_length, sequence_multiple
 from moe_dispatch.layouts.thd import THD
+from moe_dispatch.seams.plug_ins import imported_on_use
 
 if TYPE_CHECKING:
     from moe_dispatch.layouts.conversion import (

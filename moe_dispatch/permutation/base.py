@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor, dtype
 
-from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.permutation import index as tables
 from moe_dispatch.permutation.index import SlotIndex
+from moe_dispatch.seams.plug_ins import Rejected, Usable
 
 
 class Permutation(ABC):

@@ -6,10 +6,10 @@ import logging
 import pkgutil
 from functools import cache
 
-from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, did_you_mean
 from moe_dispatch.permutation.base import Permutation
 from moe_dispatch.permutation.rows import TorchPermutation
+from moe_dispatch.seams.plug_ins import Rejected, Usable
 
 logger = logging.getLogger("moe_dispatch")
 

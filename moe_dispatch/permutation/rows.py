@@ -20,9 +20,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.permutation.base import Permutation
 from moe_dispatch.permutation.index import SlotIndex, accumulation_dtype, front, running_total
+from moe_dispatch.seams.plug_ins import Rejected, Usable
 
 _WORDS = (torch.int64, torch.int32, torch.int16)
 # Largest size of a block, counted in float32. On the CPU a block takes a share of one core's L2 cache, so it is read

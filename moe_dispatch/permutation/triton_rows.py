@@ -8,10 +8,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._probing import Rejected, Usable, import_whole
 from moe_dispatch.permutation.base import Permutation
 from moe_dispatch.permutation.index import SlotIndex, accumulation_dtype
 from moe_dispatch.permutation.rows import consists_of
+from moe_dispatch.seams.plug_ins import Rejected, Usable, import_whole
 
 _OLDEST_CAPABILITY = (8, 0)  # older GPUs cannot compute with bfloat16, and our tests do not compile for them
 

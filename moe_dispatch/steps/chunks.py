@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_dispatch._interceptors import load_carry
-from moe_dispatch._tracing import refuse_traced
+from moe_dispatch.dispatched import Dispatched, InFlight
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import facts_of, settle, tell_peers
 from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.errors import InputError
 from moe_dispatch.layouts import Layout, Masked, Rows
-from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
+from moe_dispatch.seams.calls import load_carry
+from moe_dispatch.seams.tracing import refuse_traced
+from moe_dispatch.types import Plan, Routing
 
 if TYPE_CHECKING:
     from moe_dispatch.config import DispatcherConfig

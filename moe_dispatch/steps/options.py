@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from moe_dispatch._options import Count, Options
-from moe_dispatch._probing import require_plug_in
+from moe_dispatch.seams.options import Count, Options
+from moe_dispatch.seams.plug_ins import require_plug_in
 
 if TYPE_CHECKING:
     from moe_dispatch.config import DispatcherConfig
@@ -33,4 +33,4 @@ class ChunkOptions(Options):
     def check(self, config: DispatcherConfig) -> None:
         """Raise ConfigError if the plug-in that recomputations need is not installed."""
         if self.recompute:
-            require_plug_in("moe_dispatch.recompute", "chunks.recompute needs it. Leave that out")
+            require_plug_in("moe_dispatch.capabilities.recompute", "chunks.recompute needs it. Leave that out")

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moe_dispatch._strides import dense
 from moe_dispatch.errors import InputError, StateError
+from moe_dispatch.permutation.strides import dense
 from moe_dispatch.training.table import Axes, Dims, Held, Table
 
 

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._strides import dense
+from moe_dispatch.permutation.strides import dense
 from moe_dispatch_testing.emulation.elastic_rows import aligned
 from moe_dispatch_testing.emulation.events import EPEventOverlap, EventHandle
 from moe_dispatch_testing.emulation.refusals import EmulatedAbort, require, require_cpu

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch._strides import dense
 from moe_dispatch.communication import Communicator
+from moe_dispatch.permutation.strides import dense
 from moe_dispatch_testing.emulation.refusals import EmulatedHang, require
 
 

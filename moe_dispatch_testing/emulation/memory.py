@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_dispatch._strides import dense
+from moe_dispatch.permutation.strides import dense
 
 
 def uninitialised(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

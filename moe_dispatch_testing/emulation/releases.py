@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from moe_dispatch._support import SUPPORT
 from moe_dispatch.errors import ConfigError
+from moe_dispatch.versions import SUPPORT
 from moe_dispatch_testing.emulation.config import Config
 from moe_dispatch_testing.emulation.elastic import ElasticBuffer, EPBuffer
 from moe_dispatch_testing.emulation.elastic_copies import BLOCK_BYTES, EXPERT_BYTES, BufferAllocator

@@ -10,10 +10,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
-from moe_dispatch._probing import how_to_install
 from moe_dispatch.backends import known_backends
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
+from moe_dispatch.versions import how_to_install
 from moe_dispatch_testing.scenario import ROUTINGS, TOLERANCES, DtypeName
 from moe_dispatch_tools import console
 from moe_dispatch_tools.compare.display import draw, show_case

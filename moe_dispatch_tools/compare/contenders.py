@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moe_dispatch.balance import ExpertPlacement, run_planner
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatched import Dispatched
 from moe_dispatch.dispatchers import Dispatcher, SlotWeights
-from moe_dispatch.types import Dispatched
 from moe_dispatch_testing.rank_context import LayerCall, RankContext
 from moe_dispatch_testing.scenario import Experts
 from moe_dispatch_tools.compare.workload import Step

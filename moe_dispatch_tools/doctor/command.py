@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args, get_origin
 
 import torch
 
-from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.backends import BackendOptions, Constraints, known_backends, load_backend
 from moe_dispatch.backends.base import listed_sizes
 from moe_dispatch.backends.capacity import GraphSafeSupport
@@ -17,6 +16,7 @@ from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError, MoEDispatchError
 from moe_dispatch.permutation import known_permutations, probe_permutation
+from moe_dispatch.seams.plug_ins import Rejected, Usable
 from moe_dispatch_tools import console
 from moe_dispatch_tools.doctor.self_tests import Testee, run_self_tests
 from moe_dispatch_tools.machine import this_machine

@@ -16,7 +16,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._probing import Usable
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.capacity import CapacityFactor, balanced_rows, capacity_of
 from moe_dispatch.backends.registry import known_backends, probed
@@ -24,6 +23,7 @@ from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_max_rows, shape_of
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError
+from moe_dispatch.seams.plug_ins import Usable
 from moe_dispatch_tools.loads import Loads, count_loads, count_traffic, padded_rows
 from moe_dispatch_tools.names import NamedBackend
 from moe_dispatch_tools.placements import count_copies, in_slots, rows_of_experts

@@ -23,10 +23,10 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
-from moe_dispatch._support import newer_format
 from moe_dispatch.communication import raise_alike
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import TraceError
+from moe_dispatch.versions import newer_format
 from moe_dispatch_tools.traces.trace import Count, Name, config_from, first_fault, versions_here
 
 if TYPE_CHECKING:

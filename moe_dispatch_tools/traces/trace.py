@@ -21,8 +21,8 @@ from pydantic import BaseModel, Field, Json, ValidationError
 from torch import Tensor
 
 from moe_dispatch import __version__
-from moe_dispatch._probing import require_plug_in
 from moe_dispatch.backends.base import Constraints
+from moe_dispatch.capabilities.replay import file
 from moe_dispatch.communication import raise_alike
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel
@@ -30,12 +30,12 @@ from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, PeerE
 from moe_dispatch.layouts import Layout
 from moe_dispatch.layouts.encoding import decode, encode
 from moe_dispatch.permutation import merge_slots
-from moe_dispatch.replay import file
+from moe_dispatch.seams.plug_ins import require_plug_in
 from moe_dispatch.types import Routing
 
 if TYPE_CHECKING:
+    from moe_dispatch.capabilities.observers.recorder import Note, Recorder
     from moe_dispatch.dispatchers import Dispatcher
-    from moe_dispatch.observers.recorder import Note, Recorder
 
 # The index of a dtype is its code in a file, so new dtypes go to the end.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -176,8 +176,8 @@ class Trace:
         Cost: The start and the end of the block are collective. Inside the block, each dispatch copies ids, weights and
         lengths to the host without a host sync. A dispatch outside of a recording has no extra cost.
         """
-        require_plug_in("moe_dispatch.observers", "Trace.record needs it. Record no trace")
-        from moe_dispatch.observers.recorder import Recorder  # noqa: PLC0415 - other commands never need it
+        require_plug_in("moe_dispatch.capabilities.observers", "Trace.record needs it. Record no trace")
+        from moe_dispatch.capabilities.observers.recorder import Recorder  # noqa: PLC0415 - other commands never need it
 
         channel, path = dispatcher._channel, Path(path)  # raises if closed
         recorder = Recorder(steps)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
 from moe_dispatch.permutation import choose_permutation, known_permutations, probe_permutation
 from moe_dispatch.permutation.triton_rows import TritonPermutation
+from moe_dispatch.seams.plug_ins import Rejected, Usable
 
 Verdict = Usable | Rejected
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.compiling.routes import index_tensors
+from moe_dispatch.capabilities.compiling.routes import index_tensors
 from moe_dispatch.permutation import Permutation, SlotIndex, TorchPermutation, accumulation_dtype, group_slots, round_up
 from moe_dispatch.permutation import rows as bags
 from moe_dispatch.permutation.rows import as_words, bag, in_bfloat16_parts, sum_by_columns

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.backends.wire import WireDtype, packet_format, row_format
+from moe_dispatch.capabilities.quantised.formats import FORMATS, Quantised
+from moe_dispatch.capabilities.quantised.rows import as_bytes
 from moe_dispatch.permutation.triton_rows import TritonPermutation
-from moe_dispatch.quantised.formats import FORMATS, Quantised
-from moe_dispatch.quantised.rows import as_bytes
+from moe_dispatch.seams.plug_ins import Rejected, Usable
 from tests.backends.permutations import INTERPRETED
 from tests.backends.tables import EXAMPLE
 
@@ -192,7 +192,7 @@ def test_kernels_compile_for_gpus(
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_of_exact_plans_compile_for_gpus(capability: int, record: Record) -> None:
     """For 64 ranks with 4 experts each, with as many spare slots and with fewer, exact and with a bound."""
-    from moe_dispatch.balance import triton_plan
+    from moe_dispatch.capabilities.balance import triton_plan
 
     names = ("tally_kernel", "totals_kernel", "slots_kernel", "loads_kernel", "take_kernel", "split_kernel")
     found = record(triton_plan, *names)
@@ -214,7 +214,7 @@ def test_kernels_of_exact_plans_compile_for_gpus(capability: int, record: Record
 )
 def test_kernels_of_quantised_rows_compile_for_gpus(recipe: WireDtype, capability: int, record: Record) -> None:
     """With packets of real sizes. Rows, codes and widened rows are accessed 16 bytes at once."""
-    from moe_dispatch.quantised import triton_codes
+    from moe_dispatch.capabilities.quantised import triton_codes
 
     found = record(triton_codes, "quantise_kernel", "expand_kernel", "expand_weighted_kernel")
     rows, index, row = torch.zeros(4, 7168).bfloat16(), EXAMPLE.index, row_format(torch.bfloat16, 7168, recipe)

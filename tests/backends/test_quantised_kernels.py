@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_dispatch.backends.wire import row_format
+from moe_dispatch.capabilities.quantised.formats import FORMATS, Quantised, ScaledFormat, quantise
+from moe_dispatch.capabilities.quantised.rows import as_bytes, load_kernels, widen
 from moe_dispatch.permutation import SlotIndex, TorchPermutation, choose_permutation
-from moe_dispatch.quantised.formats import FORMATS, Quantised, ScaledFormat, quantise
-from moe_dispatch.quantised.rows import as_bytes, load_kernels, widen
 from tests.backends.permutations import INTERPRETED, implementations
 from tests.backends.tables import EXAMPLE, FLOATS, Table, many_slots, static_index
 

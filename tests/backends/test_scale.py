@@ -14,9 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.communication import Communicator, Work
+from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.permutation import round_up
+from moe_dispatch.seams.group_observers import Work
 from moe_dispatch.types import Sizes
 
 LOCAL, SLOTS, HIDDEN, ROWS = 2, 4, 16, 32

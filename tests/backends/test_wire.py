@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_dispatch.backends.wire import WireDtype, WireFormat, id_dtype_for, packet_format, row_format
-from moe_dispatch.quantised.formats import FORMATS, Mxfp8, Quantised, quantise
-from moe_dispatch.quantised.rows import widen
+from moe_dispatch.capabilities.quantised.formats import FORMATS, Mxfp8, Quantised, quantise
+from moe_dispatch.capabilities.quantised.rows import widen
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_dispatch.balance.planners import ENTRY_POINT_GROUP
+from moe_dispatch.capabilities.balance.planners import ENTRY_POINT_GROUP
 
 
 @pytest.fixture

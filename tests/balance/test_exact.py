@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.balance import ExactPlacement
-from moe_dispatch.balance.exact import ExactPlan, ExactPlanner
+from moe_dispatch.capabilities.balance.exact import ExactPlan, ExactPlanner
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch_testing import allow_host_syncs, refuse_host_syncs

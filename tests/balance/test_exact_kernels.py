@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch.balance.exact import ExactPlan, ExactPlanner
+from moe_dispatch.capabilities.balance.exact import ExactPlan, ExactPlanner
 from tests.backends.permutations import INTERPRETED
 from tests.balance.test_exact import draw
 
@@ -45,7 +45,7 @@ def expect_equal(found: ExactPlan, expected: ExactPlan) -> None:
 @pytest.mark.parametrize("pad_multiple", [1, 8])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_plans_and_slots_are_those_of_torch(shape: tuple[int, int, int, int], pad_multiple: int) -> None:
-    from moe_dispatch.balance import triton_plan
+    from moe_dispatch.capabilities.balance import triton_plan
 
     ranks, per_rank, spare, per_node = shape
     generator = torch.Generator().manual_seed(ranks)
@@ -68,7 +68,7 @@ def test_plans_and_slots_are_those_of_torch(shape: tuple[int, int, int, int], pa
 
 
 def test_more_experts_than_fit_are_planned_by_torch() -> None:
-    from moe_dispatch.balance import triton_plan
+    from moe_dispatch.capabilities.balance import triton_plan
 
     counts = torch.ones(1, triton_plan.LARGEST + 1, dtype=torch.int64)
     assert ExactPlanner(counts.shape[1], 1, 0, spare=1, kernels=triton_plan)(counts).kernels is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_dispatch.balance import ExpertPlacement
-from moe_dispatch.balance.slot_table import SlotTable, copies_used, slots_of
+from moe_dispatch.capabilities.balance.slot_table import SlotTable, copies_used, slots_of
 
 CPU = torch.device("cpu")
 # Expert 0 is on ranks 0, 1, 2 and 3, expert 1 on ranks 0 and 3, expert 2 on rank 2.

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from moe_dispatch import Dispatched, Dispatcher, Routing, build_dispatcher
 from moe_dispatch.balance import ExpertPlacement
-from moe_dispatch.balance.exact import ExactPlacement
-from moe_dispatch.balance.movement import movement_of, static_movement
+from moe_dispatch.capabilities.balance.exact import ExactPlacement
+from moe_dispatch.capabilities.balance.movement import movement_of, static_movement
 from moe_dispatch.communication import Communicator
+from moe_dispatch.dispatched import InFlight
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.errors import InputError, PeerError, StateError
 from moe_dispatch.integrations.slot_experts import run_layer
-from moe_dispatch.types import InFlight
 from moe_dispatch_testing import Scenario
 from tests.deep_ep_backends.vendors import HYBRID, V2
 from tests.dispatchers.layer import (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.library import CustomOpDef
 
 from moe_dispatch import Dispatched, DispatcherConfig, Plan, Routing, build_dispatcher
-from moe_dispatch.compiling import expert_rows, operators
+from moe_dispatch.capabilities.compiling import expert_rows, operators
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.layouts import Layout
 
@@ -38,7 +38,7 @@ def dispatcher_for(
 
 
 def operator_names() -> set[str]:
-    """The operators that ``moe_dispatch.compiling`` registers."""
+    """The operators that ``moe_dispatch.capabilities.compiling`` registers."""
     values = [value for module in (operators, expert_rows) for value in vars(module).values()]
     return {value._name for value in values if isinstance(value, CustomOpDef)}
 

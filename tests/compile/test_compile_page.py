@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from moe_dispatch._tracing import traced_calls
+from moe_dispatch.seams.tracing import traced_calls
 from tests.compile.layer import needs_compiler, operator_names
 from tests.pages import ROOT, run_page
 

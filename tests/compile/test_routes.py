@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_dispatch import Routing
 from moe_dispatch.backends import Arrived, Backend, BackendContext, Sizes
 from moe_dispatch.backends.local import Local, LocalOptions
-from moe_dispatch.compiling.routes import LocalForm, RankMajorForm, Tables, form_of, load_form
+from moe_dispatch.capabilities.compiling.routes import LocalForm, RankMajorForm, Tables, form_of, load_form
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import StateError
 from moe_dispatch.types import Capacity

@@ -8,12 +8,12 @@ from typing import Any, get_args
 import pytest
 
 from moe_dispatch import DispatcherConfig
-from moe_dispatch._slots import MANUAL, BalanceName
 from moe_dispatch.backends import known_backends, load_backend
 from moe_dispatch.backends.alltoall.options import AllToAllOptions
 from moe_dispatch.backends.registry import BackendName
-from moe_dispatch.balance.planners import known_planners
+from moe_dispatch.capabilities.balance.planners import known_planners
 from moe_dispatch.errors import ConfigError
+from moe_dispatch.seams.slots import MANUAL, BalanceName
 
 SIZES: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64}
 

@@ -9,7 +9,7 @@ import pytest
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.backends.capacity import GraphSafeOptions
 from moe_dispatch.backends.wire import WireOptions
-from moe_dispatch.balance.options import EplbOptions, ExactOptions, LeastLoadedOptions, ManualOptions
+from moe_dispatch.capabilities.balance.options import EplbOptions, ExactOptions, LeastLoadedOptions, ManualOptions
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.quantised import QuantisedOptions
 from moe_dispatch.steps.options import ChunkOptions

@@ -17,7 +17,6 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch._probing import loaded_nccl
 from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, Rejected, Usable
 from moe_dispatch.backends.deep_ep import deepep_v2, library
 from moe_dispatch.backends.deep_ep import hybrid_rules as hybrid
@@ -25,6 +24,7 @@ from moe_dispatch.backends.deep_ep import hybridep as hybridep_module
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError
+from moe_dispatch.versions import loaded_nccl
 from moe_dispatch_testing.emulation import emulated_deep_ep
 from moe_dispatch_testing.ranks import thread_group
 from tests.deep_ep_backends.conftest import Setting, Wrap

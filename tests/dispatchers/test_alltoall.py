@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends.alltoall.two_level import Nodes
-from moe_dispatch.communication import Communicator, Work
+from moe_dispatch.communication import Communicator
 from moe_dispatch.permutation import round_up
+from moe_dispatch.seams.group_observers import Work
 from tests.dispatchers.layer import (
     Group,
     by_operators,

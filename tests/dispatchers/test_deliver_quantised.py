@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_dispatch import Dispatched, DispatcherConfig, Routing, build_dispatcher, quantised
 from moe_dispatch.backends.rank_major import expand
 from moe_dispatch.backends.wire import WireDtype
+from moe_dispatch.capabilities.quantised.formats import FORMATS, quantise
+from moe_dispatch.capabilities.quantised.rows import QuantisedRows, widen
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.quantised.formats import FORMATS, quantise
-from moe_dispatch.quantised.rows import QuantisedRows, widen
 from tests.dispatchers.layer import (
     Group,
     by_operators,

@@ -150,7 +150,7 @@ def test_a_right_gemm_costs_no_operation_more() -> None:
     with_fault = operations_of_a_step()
     with mock.patch.object(torch, "_grouped_mm", idle_groups.product):
         without = operations_of_a_step()
-        with mock.patch("moe_dispatch._expert_rows.leaves_idle_groups", return_value=False):
+        with mock.patch("moe_dispatch.permutation.grouped_mm.leaves_idle_groups", return_value=False):
             assert operations_of_a_step() == without
     assert without < with_fault
 

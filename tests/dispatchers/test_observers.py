@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import BSHD, Dispatcher, Routing, build_dispatcher
-from moe_dispatch._observers import CollectiveObserver, Observer, observers_of
-from moe_dispatch.communication import Work
 from moe_dispatch.dispatchers import run_in_chunks
 from moe_dispatch.dispatchers.channel import Lease
 from moe_dispatch.errors import PeerError, StateError
 from moe_dispatch.layouts import Layout
+from moe_dispatch.seams.group_observers import CollectiveObserver, Work, observers_of
+from moe_dispatch.seams.observers import Observer
 from moe_dispatch_testing.ranks import run_ranks
 from tests.dispatchers.layer import identity_round, outcomes, random_routing, random_rows, small_config
 

@@ -14,9 +14,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import THD, Dispatcher, Routing, build_dispatcher
-from moe_dispatch._observers import CollectiveObserver, observers_of
-from moe_dispatch.communication import Work
 from moe_dispatch.replay import RoutingTable, replayed
+from moe_dispatch.seams.group_observers import CollectiveObserver, Work, observers_of
 from moe_dispatch_testing import count_collectives
 from moe_dispatch_testing.ranks import run_ranks, thread_group
 from tests import ranks

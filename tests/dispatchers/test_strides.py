@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_dispatch import Dispatched, DispatcherConfig, Routing, _expert_rows, build_dispatcher
-from moe_dispatch.carry import columns
+from moe_dispatch.capabilities.carry import columns
 from moe_dispatch.dispatchers import SlotWeights, run_in_chunks
 from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, V25
 from tests.dispatchers.layer import Group, on_ranks, rank_of

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from moe_dispatch import build_dispatcher
+from moe_dispatch.capabilities.observers.watchdog import RankNote, Watch, WatchedCall, watch_group, watch_of
 from moe_dispatch.errors import ConfigError, LostPeerError
-from moe_dispatch.observers.watchdog import RankNote, Watch, WatchedCall, watch_group, watch_of
 from moe_dispatch_testing import RankFailed, run_processes, run_ranks
 from moe_dispatch_testing.ranks import thread_group
 from tests.dispatchers.layer import (

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch._probing import Rejected
 from moe_dispatch.permutation import (
     Permutation,
     SlotIndex,
@@ -17,6 +16,7 @@ from moe_dispatch.permutation import (
     known_permutations,
     probe_permutation,
 )
+from moe_dispatch.seams.plug_ins import Rejected
 from tests.gpu.first_hour.kernels import milliseconds
 from tests.gpu.syncs import refused_syncs
 from tests.simulated_cuda.device import is_simulated

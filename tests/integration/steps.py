@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_dispatch.balance.movement import Movement
+from moe_dispatch.capabilities.balance.movement import Movement
 
 FAULTS = {"lost": 0, "twice": 2}  # how often each gradient of a copy of an expert counts that comes home
 

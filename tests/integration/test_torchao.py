@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher, quantised
-from moe_dispatch.quantised.formats import Mxfp8, quantise
+from moe_dispatch.capabilities.quantised.formats import Mxfp8, quantise
 from tests.dispatchers.layer import Group, expert_weights, on_ranks, random_routing, random_rows, small_config
 from tests.pages import ROOT
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from moe_dispatch import Routing
+from moe_dispatch.capabilities.recompute import contexts, routes
+from moe_dispatch.capabilities.recompute.modules import KeepingRouter
 from moe_dispatch.errors import InputError, MoEDispatchError, PeerError
-from moe_dispatch.recompute import contexts, keep_ids, keep_routes, routes
-from moe_dispatch.recompute.modules import KeepingRouter
+from moe_dispatch.recompute import keep_ids, keep_routes
 from tests.dispatchers.layer import Group, caught, on_ranks, outcomes, raises_everywhere, rank_of
 from tests.recompute.layer import E, K, Layer, assert_equal, called, gradients, layer_config, step, tokens
 
@@ -305,7 +306,10 @@ def test_noise_that_is_kept(where: str, fields: dict[str, Any], how: str) -> Non
     assert_equal(found, wanted)
 
 
-OTHER_WEIGHTS = "the router of 'layers.1' must give the weights of its forward", "moe_dispatch.recompute.keep_ids too"
+OTHER_WEIGHTS = (
+    "the router of 'layers.1' must give the weights of its forward",
+    "moe_dispatch.recompute.keep_ids too",
+)
 
 
 @pytest.mark.parametrize("how", ["kept", "reentrant", "kept, only added"])

@@ -14,14 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from moe_dispatch import BSHD, SBHD, Routing
+from moe_dispatch.capabilities.recompute import routes
 from moe_dispatch.errors import InputError, LostPeerError, MoEDispatchError, PeerError
-from moe_dispatch.recompute import keep_ids, keep_routes_in, routes
+from moe_dispatch.recompute import keep_ids, keep_routes_in
 from tests.deep_ep_backends.vendors import HYBRID, V25
 from tests.dispatchers.layer import Group, caught, on_ranks, outcomes, raises_everywhere
 from tests.recompute.layer import D, K, Layer, assert_equal, called, gradients, layer_config, step, tokens
 
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 12}
-OTHER_IDS = "the router of 'layers.1' must choose the experts of its forward", "moe_dispatch.recompute.keep_ids"
+OTHER_IDS = (
+    "the router of 'layers.1' must choose the experts of its forward",
+    "moe_dispatch.recompute.keep_ids",
+)
 
 
 def noisy_step(config: Any, group: Group, how: str, *, gives_ids: bool, on: tuple[int, ...] = (0, 1)) -> Any:

@@ -28,11 +28,12 @@ from torch.utils.checkpoint import (
 from moe_dispatch import BSHD, Routing
 from moe_dispatch.backends.alltoall.backend import AllToAll
 from moe_dispatch.backends.base import Arrived, Backend, BackendContext, Route
+from moe_dispatch.capabilities.recompute import contexts, routes
 from moe_dispatch.communication import Communicator
 from moe_dispatch.dispatchers import SlotWeights, run_in_chunks
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.errors import ConfigError, InputError, StateError
-from moe_dispatch.recompute import contexts, keep_routes, keep_routes_in, keep_routes_of, routes
+from moe_dispatch.recompute import keep_routes, keep_routes_in, keep_routes_of
 from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, V25
 from tests.dispatchers.layer import Group, caught, on_ranks, outcomes, raises_everywhere, rank_of
 from tests.recompute.layer import D, K, Layer, assert_equal, called, gradients, layer_config, step, tokens

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_dispatch.recompute import routes
+from moe_dispatch.capabilities.recompute import routes
 from tests.dispatchers.layer import Group, on_ranks
 from tests.recompute.layer import Layer, assert_equal, called, gradients, layer_config, tokens
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moe_dispatch import Dispatched, DispatcherConfig, build_dispatcher
-from moe_dispatch.observers.watchdog import RankNote, WatchedCall, watch_group, watch_of
+from moe_dispatch.capabilities.observers.watchdog import RankNote, WatchedCall, watch_group, watch_of
 from moe_dispatch_testing import run_processes
 from tests.pages import blocks, run_page
 from tests.ranks import run_ranks

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_dispatch import BSHD, THD, DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch.capabilities.replay.entries import stored
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, PeerError, TraceError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.replay import RoutingTable
-from moe_dispatch.replay.entries import stored
 from tests.pages import run_page
 from tests.ranks import run_ranks
 from tests.replay.samples import SAMPLES_OF_VERL, draw_case, random_ids, small_table

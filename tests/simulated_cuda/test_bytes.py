@@ -13,10 +13,10 @@ import triton
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
+from moe_dispatch.capabilities.quantised import triton_codes
+from moe_dispatch.capabilities.quantised.formats import Quantised
 from moe_dispatch.permutation import choose_permutation, triton_kernels, triton_tables
 from moe_dispatch.permutation.triton_rows import TritonPermutation
-from moe_dispatch.quantised import triton_codes
-from moe_dispatch.quantised.formats import Quantised
 from tests.simulated_cuda import budget, triton_values
 from tests.simulated_cuda.bytes import MANY_RANKS, SETTINGS, measure, measure_tables, read
 from tests.simulated_cuda.traffic import Touched, traffic

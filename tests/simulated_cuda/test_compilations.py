@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.balance import triton_plan
+from moe_dispatch.capabilities.balance import triton_plan
+from moe_dispatch.capabilities.quantised import triton_codes
 from moe_dispatch.permutation import triton_kernels, triton_tables
 from moe_dispatch.permutation.triton_launch import Kernel
-from moe_dispatch.quantised import triton_codes
 from tests.simulated_cuda.ranks import NcclRanks
 
 FIRST, MOST_ROWS, EXPERTS, TOP_K, HIDDEN = 5, 300, 8, 2, 32

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moe_dispatch import Routing
 from moe_dispatch.backends.rank_major import expand
-from moe_dispatch.quantised.formats import Mxfp8, quantise
-from moe_dispatch.quantised.rows import widen
+from moe_dispatch.capabilities.quantised.formats import Mxfp8, quantise
+from moe_dispatch.capabilities.quantised.rows import widen
 from tests.simulated_cuda.device import recorded
 from tests.simulated_cuda.layer import EXPERTS, HIDDEN, TOP_K, dispatcher_of
 

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang, interpreter_builder
 from triton.runtime.jit import JITFunction
 
+from moe_dispatch.capabilities.quantised.formats import Float8, Mxfp8, Quantised, quantise
+from moe_dispatch.capabilities.quantised.rows import as_bytes, widen
 from moe_dispatch.permutation.triton_launch import Kernel
-from moe_dispatch.quantised.formats import Float8, Mxfp8, Quantised, quantise
-from moe_dispatch.quantised.rows import as_bytes, widen
 from moe_dispatch_testing.host_syncs import allow_host_syncs
 from tests.simulated_cuda import values
 from tests.simulated_cuda.device import note_access, placed

@@ -23,9 +23,10 @@ from moe_dispatch.backends.base import (
 from moe_dispatch.backends.marks import WANTS_WEIGHTS, marks_agree
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.wire import Encoded, PacketFormat, back_wire, dispatch_format, packet_format, row_format
-from moe_dispatch.communication import Work, read_host
+from moe_dispatch.communication import read_host
 from moe_dispatch.errors import PeerError
 from moe_dispatch.permutation.index import true_positions
+from moe_dispatch.seams.group_observers import Work
 from moe_dispatch.types import Sizes
 
 # The exchange of counts sends ``rows + mark * MARK``, where ``mark`` is the mark of the sending rank. Every number of

@@ -8,7 +8,6 @@ from typing import Annotated, Literal, final
 import torch
 from pydantic import Field
 
-from moe_dispatch._probing import Rejected
 from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape
 from moe_dispatch.backends.capacity import capacity_of
 from moe_dispatch.backends.deep_ep import deepep_v1, deepep_v2
@@ -18,6 +17,7 @@ from moe_dispatch.backends.deep_ep.library import Library, LibraryOptions
 from moe_dispatch.backends.deep_ep.rank_rows import DeepEP
 from moe_dispatch.backends.footprint import deep_ep
 from moe_dispatch.errors import ConfigError
+from moe_dispatch.seams.plug_ins import Rejected
 from moe_dispatch.types import Capacity, Sizes
 
 Release = Literal["v1.2.1", "v2-2.1.0", "v2.5.0", "uccl-da914a2", "rocm-92b4ae1"]

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._probing import loaded_nccl
 from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoEShape
 from moe_dispatch.backends.capacity import GraphSafeSupport, worst_rows
 from moe_dispatch.backends.deep_ep.buffers import Handle, environment_switch, unfilled
@@ -29,6 +28,7 @@ from moe_dispatch.backends.wire import ALL_WIRES, WireSupport
 from moe_dispatch.errors import ConfigError, InputError
 from moe_dispatch.permutation.index import round_up, running_total
 from moe_dispatch.types import Sizes
+from moe_dispatch.versions import loaded_nccl
 
 if TYPE_CHECKING:
     from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions

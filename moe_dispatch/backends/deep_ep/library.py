@@ -25,14 +25,14 @@ from typing import Any, final
 
 import torch
 
-from moe_dispatch._extension_points import declared, load_declared, takes
-from moe_dispatch._probing import Rejected, Usable, import_whole
 from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, MoEShape
 from moe_dispatch.backends.deep_ep.buffers import LibraryBackend
 from moe_dispatch.backends.footprint import expert_major
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import row_format
 from moe_dispatch.errors import ConfigError
+from moe_dispatch.seams.extension_points import declared, load_declared, takes
+from moe_dispatch.seams.plug_ins import Rejected, Usable, import_whole
 from moe_dispatch.types import Sizes
 
 logger = logging.getLogger("moe_dispatch")

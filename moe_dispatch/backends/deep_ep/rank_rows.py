@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._strides import dense
 from moe_dispatch.backends.base import Arrived, BackendContext
 from moe_dispatch.backends.deep_ep.buffers import Handle, LibraryBackend
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
@@ -21,10 +20,11 @@ from moe_dispatch.backends.wire import Encoded
 from moe_dispatch.communication import read_host
 from moe_dispatch.errors import StateError, shown
 from moe_dispatch.permutation.index import count_experts
+from moe_dispatch.permutation.strides import dense
 from moe_dispatch.types import Capacity, Sizes
 
 if TYPE_CHECKING:
-    from moe_dispatch.quantised.formats import Quantised
+    from moe_dispatch.capabilities.quantised.formats import Quantised
 
 # Rows as the library takes them: bfloat16 (T, D), or float8_e4m3fn (T, D) with scales of 4 bytes (T, D/128). A float32
 # is the scale of 128 columns. An int32 holds the e8m0 scales of four blocks of 32 columns.
@@ -210,7 +210,7 @@ def pack(rows_TD: Tensor, wire: str | None) -> Payload:
     """Convert rows to the form that the library takes."""
     if wire is None or wire == "bfloat16":
         return rows_TD.bfloat16().contiguous()
-    from moe_dispatch.quantised.formats import FORMATS, quantise  # noqa: PLC0415 - bfloat16 rows do not need it
+    from moe_dispatch.capabilities.quantised.formats import FORMATS, quantise  # noqa: PLC0415 - bfloat16 rows do not need it
 
     values, scales = quantise(rows_TD, FORMATS[wire])
     return values, scales if scales.dtype == torch.float32 else dense(scales).view(torch.int32)
@@ -220,7 +220,7 @@ def unpack(payload: Payload) -> Tensor | Quantised:
     """Return the rows that the library delivered, as ``RankMajorRoute.spread`` does."""
     if isinstance(payload, Tensor):
         return payload
-    from moe_dispatch.quantised.formats import Quantised  # noqa: PLC0415 - bfloat16 rows do not need it
+    from moe_dispatch.capabilities.quantised.formats import Quantised  # noqa: PLC0415 - bfloat16 rows do not need it
 
     values, scales = payload
     return Quantised(values, scales if scales.dtype == torch.float32 else dense(scales).view(torch.float8_e8m0fnu))

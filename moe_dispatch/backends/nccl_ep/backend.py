@@ -20,7 +20,6 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 
-from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.backends.base import Arrived, Backend, BackendContext, BackendOptions, Constraints, MoEShape, Route
 from moe_dispatch.backends.capacity import GraphSafeSupport, worst_rows
 from moe_dispatch.backends.footprint import expert_major
@@ -31,6 +30,7 @@ from moe_dispatch.backends.wire import WireSupport
 from moe_dispatch.communication import raise_alike, read_host
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.permutation.index import round_up, running_total
+from moe_dispatch.seams.plug_ins import Rejected, Usable
 from moe_dispatch.types import Capacity, Sizes
 
 logger = logging.getLogger("moe_dispatch")

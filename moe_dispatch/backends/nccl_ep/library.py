@@ -11,7 +11,8 @@ from typing import Any, final
 
 import torch
 
-from moe_dispatch._probing import Rejected, import_whole, loaded_nccl
+from moe_dispatch.seams.plug_ins import Rejected, import_whole
+from moe_dispatch.versions import loaded_nccl
 
 PACKAGE = "transformer_engine"
 CAPABILITY = (9, 0)

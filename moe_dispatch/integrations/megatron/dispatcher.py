@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_dispatch.dispatched import Dispatched
 from moe_dispatch.dispatchers import build_dispatcher
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.integrations.megatron.core import get_align_size_for_quantization
 from moe_dispatch.integrations.megatron.overlap import put_in_place, stand_in, use_on_current_stream
 from moe_dispatch.integrations.megatron.settings import dispatcher_config, overlaps
 from moe_dispatch.layouts import SBHD, Layout, Rows
-from moe_dispatch.types import Dispatched, Plan, Routing
+from moe_dispatch.types import Plan, Routing
 
 
 @final

@@ -8,8 +8,8 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+from moe_dispatch.capabilities.recompute.modules import KeepingCheckpoint, KeepingRouter
 from moe_dispatch.integrations.megatron.core import MoELayer, TopKRouter, tensor_parallel
-from moe_dispatch.recompute.modules import KeepingCheckpoint, KeepingRouter
 
 _AFTER_EXPERTS = "forward", "combine", "postprocess"  # methods of MoELayer
 

@@ -12,13 +12,13 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from moe_dispatch.capabilities.replay.entries import NOWHERE, UNKNOWN
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.integrations.megatron.core import MoELayer, TransformerBlock
 from moe_dispatch.integrations.megatron.dispatcher import MegatronDispatcher
 from moe_dispatch.integrations.megatron.layers import packed_layout
 from moe_dispatch.integrations.megatron.settings import overlaps
 from moe_dispatch.replay import Cut, RoutingTable, SequenceId, replayed
-from moe_dispatch.replay.entries import NOWHERE, UNKNOWN
 
 _NO_TOP_K = ("sinkhorn", "quantile_balancing")  # kinds of load balancing that choose experts without a top-k
 

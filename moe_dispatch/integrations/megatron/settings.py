@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_dispatch._options import spelled_out, with_option
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.integrations.checks import refuse_chunks, refuse_quantised_rows
+from moe_dispatch.seams.options import spelled_out, with_option
 
 # Fields of a DispatcherConfig that come from Megatron, and their source there.
 _DERIVED = {

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from moe_dispatch.dispatched import Dispatched
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.integrations.megatron.dispatcher import MegatronDispatcher
-from moe_dispatch.types import Dispatched
 
 # "local_experts.3.linear_fc1.weight" of SequentialMLP, and "linear_fc1.weight3" of TEGroupedMLP
 _OF_EXPERT = re.compile(r"(local_experts\.|linear_fc\d\.[a-z]+)(\d+)(.*)")
@@ -61,7 +61,7 @@ class SlotExperts:
         Cost: that of ``SlotWeights.run`` after the rows have arrived. Meanwhile, and in the backward, there is a copy
         of the parameters.
         """
-        from moe_dispatch.balance.slot_weights import slot_weights_of  # noqa: PLC0415 - only layers with balance need it
+        from moe_dispatch.capabilities.balance.slot_weights import slot_weights_of  # noqa: PLC0415 - only layers with balance need it
 
         named, config = self._gathered_parameters(), self._experts.config
         parameters = [[named[name] for name in names] for names in self._names.values()]

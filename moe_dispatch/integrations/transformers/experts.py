@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatched import Dispatched
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.integrations.slot_experts import (
@@ -30,7 +31,7 @@ from moe_dispatch.integrations.slot_experts import (
 from moe_dispatch.integrations.transformers.batch_slice import BatchSlice
 from moe_dispatch.integrations.transformers.forwards import plan_in_force, recorded_as_batch
 from moe_dispatch.integrations.transformers.model_config import check_agreement, shape_said
-from moe_dispatch.types import Dispatched, Routing
+from moe_dispatch.types import Routing
 
 # module or view, hidden states (R, D), local expert ids (R, K), weights (R, K) -> (R, D), weighted and summed over K
 ExpertsForward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_dispatch._support import SUPPORT
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError, IntegrationError
 from moe_dispatch.integrations.checks import check_version, refuse_quantised_rows
 from moe_dispatch.integrations.transformers.experts import WIRED, ExpertParallel, ExpertsFunction
 from moe_dispatch.integrations.transformers.forwards import PlanBeforeForward, check_unwrapped, end_plan
+from moe_dispatch.versions import SUPPORT
 
 
 @final
@@ -92,7 +92,8 @@ def attach(model: nn.Module, *, keep_routes: bool = False, only_added: bool = Fa
     wired = _wired_experts(model)
     keep: Callable[..., Any] | None = None
     if keep_routes:
-        from moe_dispatch.recompute import keep_routes_of, modules  # noqa: PLC0415 - other models never need it
+        from moe_dispatch.capabilities.recompute import modules  # noqa: PLC0415 - other models never need it
+        from moe_dispatch.recompute import keep_routes_of  # noqa: PLC0415 - other models never need it
 
         keep = partial(keep_routes_of, only_added=only_added)
         modules.keep_ids_in(model)

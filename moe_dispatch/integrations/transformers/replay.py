@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from moe_dispatch.capabilities.replay.entries import NOWHERE, UNKNOWN
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.integrations.transformers.forwards import (
     WRAPPED,
@@ -24,7 +25,6 @@ from moe_dispatch.integrations.transformers.forwards import (
 )
 from moe_dispatch.integrations.transformers.registration import experts_of, module_with_mask, wiring_of
 from moe_dispatch.replay import Cut, replayed
-from moe_dispatch.replay.entries import NOWHERE, UNKNOWN
 
 _ROUTERS = ("gate", "router")  # what models call the module beside their experts
 

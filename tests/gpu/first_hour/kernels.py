@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_dispatch._probing import Rejected
 from moe_dispatch.backends.wire import packet_format, row_format
 from moe_dispatch.permutation import (
     Permutation,
@@ -27,6 +26,7 @@ from moe_dispatch.permutation import (
     known_permutations,
     probe_permutation,
 )
+from moe_dispatch.seams.plug_ins import Rejected
 
 # Rows, columns, experts, top_k. With top-k 2 and 6, packets of rows and slots have other strides than with top-k 8.
 SHAPES = {

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing, build_dispatcher, capture
-from moe_dispatch._probing import loaded_nccl
 from moe_dispatch.backends.registry import known_backends, probe_backend
 from moe_dispatch.permutation import known_permutations, probe_permutation
+from moe_dispatch.versions import loaded_nccl
 
 BACKENDS = ("local", "alltoall", "allgather")
 VERBS = ("dispatch", "combine", "backward")

@@ -12,11 +12,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointError
 
+from moe_dispatch.capabilities.recompute import contexts
+from moe_dispatch.capabilities.recompute.left_out import leave_out
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.integrations.transformers import RoutingReplay, attach, config_for, dispatchers_of, register
 from moe_dispatch.layouts import BSHD
-from moe_dispatch.recompute import contexts
-from moe_dispatch.recompute.left_out import leave_out
 from moe_dispatch.replay import Cut, RoutingTable
 from tests.integration.jobs import require, run_checks
 from tests.integration.steps import difference

@@ -1,0 +1,130 @@
+"""Look for DistributedDataParallel and FSDP around the parameters of experts."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, final
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _composable_state
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_dispatch.communication import real_group
+from moe_dispatch.seams.observers import Observer, is_plain, parameters_behind
+
+if TYPE_CHECKING:
+    from moe_dispatch.dispatchers.channel import Channel, Lease
+
+Managed = tuple[str, str, list[int]]  # name of the wrapper, name of a parameter, and the ranks that share it
+
+
+@final
+class WrapperObserver(Observer):
+    """Warn if DistributedDataParallel or FSDP manages parameters of experts over ranks that hold different ones.
+
+    It overwrites the experts of one rank with those of another, or takes parts of both for one tensor. A module does
+    not know that it is wrapped, and the names of parameters do not say which ones belong to experts. But torch knows
+    the wrappers, and the autograd graph shows which parameters the experts used. Frozen stacks of experts, which are
+    not in the graph, are recognised by their number of experts.
+
+    Cost: a walk over the autograd graph of the experts, and over the modules with FSDP2, once for each dispatcher.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._group = channel.communicator.group
+        self._num_held = channel.config.num_experts // channel.shape.ep_size
+        self._told = False
+        self._seen: weakref.WeakKeyDictionary[Lease, tuple[bool, int, bool]] = weakref.WeakKeyDictionary()
+
+    def combined(self, lease: Lease, rows: Tensor) -> None:
+        """Look at the parameters behind the rows, unless those of the dispatcher were looked at before."""
+        ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)  # torch has no public name for it
+        fsdp1 = "torch.distributed.fsdp._flat_param" in sys.modules and not is_plain(lease)
+        wrappers = ddp is not None, len(_composable_state._module_state_mapping), fsdp1
+        if self._group is None or rows.grad_fn is None or self._seen.get(lease) == wrappers:
+            return
+        self._seen[lease] = wrappers
+        ranks = set[int]()
+        with suppress(KeyError):  # torch.distributed does not know a group that was made by hand
+            ranks = {*dist.get_process_group_ranks(real_group(self._group))}
+        used = {id(parameter): parameter for parameter in parameters_behind(rows)}
+        found = [*(_by_ddp(ddp, used) if ddp is not None else ()), *self._by_fsdp(lease, used), *_by_fsdp1(used)]
+        mixed = [(by, name) for by, name, shared in found if len(ranks.intersection(shared)) > 1]
+        for by in dict.fromkeys(by for by, _ in mixed):
+            names = [name for of, name in mixed if of == by]
+            warnings.warn(
+                f"Dispatcher.combine: {by} must leave out the parameters of experts, got {len(names)} that it manages "
+                f"({', '.join(names[:3])}) among ranks that hold different experts. It overwrites or mixes them, and "
+                "averages their gradients. Wrap the model with Setup(mesh).ddp or shard of moe_dispatch.training.",
+                UserWarning,
+                stacklevel=4,
+            )
+        if not self._told and (alone := _unmanaged_adapters()):
+            self._told = True
+            warnings.warn(
+                f"Dispatcher.combine: fully_shard does not average the gradients of {len(alone)} adapters, which were "
+                f"added after it ({alone[0]}, ...). Ranks start and train them apart. Call start of "
+                "moe_dispatch.training.Setup before the first forward and reduce in each step, or average them "
+                "yourself.",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def _by_fsdp(self, lease: Lease, used: dict[int, Any]) -> Iterator[Managed]:
+        """Yield what ``fully_shard`` manages of the parameters that the experts used, and of frozen stacks."""
+        wrapped = {module: reference() for module, reference in _composable_state._module_state_mapping.items()}
+        dispatchers = [inner for module in wrapped for inner in module.modules() if _lease_of(inner) is lease]
+        below = {id(parameter) for dispatcher in dispatchers for parameter in dispatcher.parameters()}
+        for state in wrapped.values():
+            groups = [group for group in getattr(state, "_fsdp_param_groups", ()) if group is not None]
+            for parameter in [parameter for group in groups for parameter in group.fsdp_params]:
+                here, sharded = id(getattr(parameter, "_unsharded_param", None)), parameter.sharded_param
+                stack = sharded.dim() > 2 and sharded.shape[0] == self._num_held
+                frozen = stack and not sharded.requires_grad and not below.isdisjoint((here, id(sharded)))
+                if frozen or here in used:
+                    name = parameter._param_fqn or parameter._module_info.param_name
+                    yield "fully_shard", name, parameter.mesh_info.mesh.mesh.flatten().tolist()
+
+
+def _unmanaged_adapters() -> list[str]:
+    """Return the names of adapters in modules with FSDP2 that it does not manage, and that no Setup has started."""
+    wrapped = {module: reference() for module, reference in _composable_state._module_state_mapping.items()}
+    groups = [group for state in wrapped.values() for group in getattr(state, "_fsdp_param_groups", ()) if group]
+    managed = {id(getattr(of, "_unsharded_param", None)) for group in groups for of in group.fsdp_params}
+    named = {id(p): (name, p) for module in wrapped for name, p in module.named_parameters() if ".lora_" in name}
+    return [
+        name
+        for key, (name, parameter) in named.items()
+        if key not in managed and parameter.requires_grad and not isinstance(parameter, DTensor)
+        if not getattr(parameter, "started_by_setup", False)
+    ]
+
+
+def _lease_of(module: Any) -> Any:
+    return getattr(module, "_lease", None)
+
+
+def _by_ddp(wrapper: Any, used: dict[int, Any]) -> Iterator[Managed]:
+    ranks = dist.get_process_group_ranks(wrapper.process_group)
+    for name, parameter in wrapper.module.named_parameters():
+        if id(parameter) in used and name not in wrapper.parameters_to_ignore:
+            yield "DistributedDataParallel", name, ranks
+
+
+def _by_fsdp1(used: dict[int, Any]) -> Iterator[Managed]:
+    """Yield what FullyShardedDataParallel manages. It computes with views of flat parameters, which only it knows."""
+    for parameter in used.values():
+        if hasattr(parameter, "_is_flat_param"):
+            for referrer in gc.get_referrers(parameter):
+                handle = referrer if isinstance(referrer, dict) else getattr(referrer, "__dict__", {})
+                if handle.get("flat_param") is parameter and "process_group" in handle:
+                    ranks = dist.get_process_group_ranks(handle["process_group"])
+                    for name in getattr(parameter, "_fqns", ()):
+                        yield "FullyShardedDataParallel", name, ranks

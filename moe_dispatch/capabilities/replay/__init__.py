@@ -1,0 +1,1 @@
+"""The routing of an earlier pass. Public names are those of ``moe_dispatch.replay``."""
