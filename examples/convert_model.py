@@ -91,7 +91,7 @@ class ExpertParallelMoE(Dispatcher):
     def __init__(self, hidden: int, inner: int, experts: int, top_k: int, backend: str, group: Group) -> None:
         super().__init__(DispatcherConfig(backend=backend, num_experts=experts, top_k=top_k, hidden_size=hidden), group)
         self.router = Router(hidden, experts, top_k)
-        self.mlp = Experts(hidden, inner, experts // (group.size() if group else 1))
+        self.mlp = Experts(hidden, inner, self.num_local_experts)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # it routes by itself
         weights, ids = self.router(x)

@@ -111,9 +111,9 @@ class ReplayedMoE(Dispatcher):
         super().__init__(CONFIG, group, name=f"layers.{layer}")
         self.layer = layer
         self.router = nn.Parameter(block.gate.weight.detach().clone())
-        rank, size = group.rank(), group.size()
-        self.up = nn.Parameter(block.experts.gate_up_proj.detach().chunk(size)[rank].transpose(1, 2).clone())
-        self.down = nn.Parameter(block.experts.down_proj.detach().chunk(size)[rank].transpose(1, 2).clone())
+        whole = block.experts.gate_up_proj.detach(), block.experts.down_proj.detach()
+        up, down = (weight.chunk(self.ep_size)[self.ep_rank].transpose(1, 2).clone() for weight in whole)
+        self.up, self.down = nn.Parameter(up), nn.Parameter(down)
         self.layout = BSHD()
         self.ids_of: Any = None
 

@@ -30,9 +30,9 @@ def load_config() -> DispatcherConfig:
 class MoE(Dispatcher):
     def __init__(self, config: DispatcherConfig, group: Group, name: str) -> None:
         super().__init__(config, group, name=name)
-        held, rank = (EXPERTS // group.size(), group.rank()) if group else (EXPERTS, 0)
         self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
-        self.weight_EDD = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN)[rank * held :][:held] * HIDDEN**-0.5)
+        own = torch.randn(EXPERTS, HIDDEN, HIDDEN).chunk(self.ep_size)[self.ep_rank]
+        self.weight_EDD = nn.Parameter(own * HIDDEN**-0.5)
 
     def run_experts(self, sent: Dispatched) -> Tensor:
         return torch.tanh(sent.grouped_mm(sent.rows, self.weight_EDD))

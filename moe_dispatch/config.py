@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, final
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -31,7 +31,17 @@ from moe_dispatch.backends.registry import (
 from moe_dispatch.backends.wire import WireDtype, WireOptions, load_wire_options
 from moe_dispatch.communication import canonical_json
 from moe_dispatch.errors import ConfigError, did_you_mean, shown
-from moe_dispatch.seams.options import FROZEN, SHORT, Count, Options, name_in, spelled_out, with_option
+from moe_dispatch.seams.options import (
+    FROZEN,
+    SHORT,
+    Count,
+    OptionMapping,
+    Options,
+    name_in,
+    plain,
+    spelled_out,
+    with_option,
+)
 from moe_dispatch.seams.plug_ins import load_plug_in, require_plug_in
 from moe_dispatch.seams.slots import BalanceName, SlotOptions, load_slot_options
 from moe_dispatch.versions import how_to_install, newer_format
@@ -59,7 +69,7 @@ LONGEST_WATCHDOG = 1e6
 RowCounts = Literal["agree", "assume", "check", "static"]
 
 
-@final
+# Neither config class is @final: jsonargparse refuses an instance of a final class as a default.
 class ConstraintOverrides(BaseModel):
     """Numbers that replace the constraints of the backend. None keeps the backend's own number.
 
@@ -91,7 +101,6 @@ class ConstraintOverrides(BaseModel):
         return numbers if self.group_sizes is None else {**numbers, "group_sizes": frozenset(self.group_sizes)}
 
 
-@final
 class DispatcherConfig(BaseModel):
     """Everything that a Dispatcher needs to know, except its process group.
 
@@ -157,19 +166,19 @@ class DispatcherConfig(BaseModel):
 
     model_config = FROZEN
 
-    backend: BackendName | str | dict[str, Any] = "auto"
+    backend: BackendName | str | OptionMapping = "auto"
     num_experts: Count
     top_k: Count
     hidden_size: Count
-    balance: BalanceName | str | dict[str, Any] | None = None
+    balance: BalanceName | str | OptionMapping | None = None
     pad_multiple: Count | Literal["bf16", "fp8", "mxfp8", "nvfp4"] = 1
     weights: Literal["combine", "experts"] = "combine"
-    wire: WireDtype | str | dict[str, Any] | None = None
+    wire: WireDtype | str | OptionMapping | None = None
     row_counts: RowCounts | None = None
     max_tokens_per_rank: Count | None = None
-    chunks: Count | dict[str, Any] | None = None
+    chunks: Count | OptionMapping | None = None
     infer_layout: bool = True
-    graph_safe: bool | dict[str, Any] = False
+    graph_safe: bool | OptionMapping = False
     permutation: PermutationName = "auto"
     device: Literal["cpu", "cuda"] | None = None
     watchdog: Annotated[float, Field(ge=SHORTEST_WATCHDOG, le=LONGEST_WATCHDOG)] | None = None
@@ -187,6 +196,7 @@ class DispatcherConfig(BaseModel):
             raise ConfigError(f"DispatcherConfig: a config is frozen. Make a copy with config.replace({name}=...).")
 
     def _validate(self, fields: Mapping[str, Any]) -> None:
+        fields = {name: plain(value) for name, value in fields.items()}
         try:
             BaseModel.__init__(self, **fields)
         except ValidationError as error:
@@ -209,6 +219,8 @@ class DispatcherConfig(BaseModel):
     @classmethod
     def _options_are_known(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
+        if told := _problem_options(info.field_name, value):
+            raise ConfigError(f"{info.field_name}: options must be a mapping, got {shown(value)}.{told}")
         _parsed(info.field_name, value)
         return value == {} or copy.deepcopy(value)  # ``graph_safe={}`` is True; a caller may change a mapping later
 
@@ -413,8 +425,14 @@ def _options_class(field: str, options: Mapping[str, Any]) -> type[Options]:
     return GraphSafeOptions
 
 
+_OF_A_CALL = {
+    "layout": "It belongs to a call: pass a layout, such as THD(cu_seqlens), to Dispatcher.plan or dispatch.",
+    "dtype": "Rows keep the dtype of x. wire= sets another one for their way between ranks.",
+    "name": "It belongs to a dispatcher: pass it to build_dispatcher.",
+    "_target_": "It is an instruction for hydra: call hydra.utils.instantiate(cfg).",
+}
 _OF_THE_GROUP = {"group", "ep_group", "ep_rank", "ep_size", "num_local_experts", "world_size"}
-_TYPES = {"bool", "dict", "float", "int", "str"}  # names that pydantic gives to the types of a union
+_TYPES = {"bool", "dict", "float", "int", "mapping", "str"}  # names that pydantic gives to the types of a union
 
 
 def _problems(error: ValidationError, fields: Mapping[str, Any]) -> str:
@@ -422,20 +440,23 @@ def _problems(error: ValidationError, fields: Mapping[str, Any]) -> str:
     lines: dict[tuple[str, str], list[str]] = {}
     errors = error.errors()
     unknown = [found for found in errors if found["type"] == "extra_forbidden" and len(found["loc"]) == 1]
-    below = {name for found in unknown if _holds_fields(found["input"]) for name in found["input"]}
-    for found in errors:
-        if found["type"] == "missing" and found["loc"][0] in below:
-            continue  # the line of the key above it says so
+    nested = [found for found in unknown if _path_to_fields(found["input"]) is not None]
+    for found in nested or errors:
         cause = found.get("ctx", {}).get("error")
         if isinstance(cause, ValueError):
             lines[str(cause), ""] = []
             continue
         # For a union, pydantic reports each type separately and appends the type to the name of the field:
         # ("pad_multiple", "constrained-int") and ("pad_multiple", "literal['bf16', ...]"). Both belong in one line.
-        field = ".".join(part for part in map(str, found["loc"]) if part.isidentifier() and part not in _TYPES)
+        first, *rest = map(str, found["loc"])
+        field = ".".join([first, *(part for part in rest if part.isidentifier() and part not in _TYPES)])
         got = "nothing." if found["type"] == "missing" else f"{shown(found['input'])}."
         if found["type"] == "extra_forbidden":
             got += _advice(found["loc"], found["input"], fields)
+        elif type(found["input"]).__module__ == "torch":  # torch.bfloat16, torch.device("cuda")
+            got += f" Write its name, {str(found['input']).removeprefix('torch.').partition(':')[0]!r}."
+        elif told := _problem_options(field, found["input"]):
+            got += told
         elif field == "pad_multiple":
             got += (
                 f" Names stand for rows: {', '.join(f'{name!r} for {rows}' for name, rows in PAD_MULTIPLES.items())}."
@@ -447,16 +468,42 @@ def _problems(error: ValidationError, fields: Mapping[str, Any]) -> str:
     )
 
 
-def _holds_fields(value: object) -> bool:
-    """Return whether a value is a mapping with the fields of a config."""
-    return isinstance(value, Mapping) and len(DispatcherConfig.model_fields.keys() & value.keys()) > 1
+def _path_to_fields(value: object, depth: int = 4) -> list[str] | None:
+    """Return the keys that lead to a mapping with the fields of a config, in a mapping of mappings; None if none do."""
+    if not isinstance(value, Mapping) or not depth:
+        return None
+    if len(DispatcherConfig.model_fields.keys() & value.keys()) > 1:
+        return []
+    for key, below in value.items():
+        if (rest := _path_to_fields(below, depth - 1)) is not None:
+            return [str(key), *rest]
+    return None
+
+
+def _problem_options(field: str, value: object) -> str:
+    """Say how to write options that stand in one text, as a shell takes them. Starts with a space."""
+    if field not in SHORT or not isinstance(value, str) or len(value) > 200:
+        return ""
+    name, *pairs = value.split("+")
+    if pairs and all("=" in pair for pair in pairs):
+        options = {option: json_or_text(text) for option, _, text in (pair.partition("=") for pair in pairs)}
+        return f" Write {field}={spelled_out(field, json_or_text(name)) | options}."
+    options = json_or_text(value)
+    return f" Write {field}={options}, without quotes around it." if isinstance(options, dict) else ""
 
 
 def _advice(where: tuple[int | str, ...], value: object, fields: Mapping[str, Any]) -> str:
     """Say where a name belongs that is unknown in its place, or which known name it is like. Starts with a space."""
     name, is_field = str(where[-1]), len(where) == 1
-    if is_field and _holds_fields(value):
-        return f" It holds the fields of a config, which must not be below a key. Pass what {name!r} holds."
+    if is_field and (path := _path_to_fields(value)) is not None:
+        below = ".".join([name, *path])
+        return f" It holds the fields of a config, which must not be below a key. Pass what {below!r} holds."
+    if is_field and name in _OF_A_CALL:
+        return f" {_OF_A_CALL[name]}"
+    owner, _, option = name.replace("__", ".").partition(".")
+    if is_field and option and owner in SHORT:
+        short = f'"{SHORT[owner]}": ..., ' if SHORT[owner] else ""
+        return f' It is an option of {owner}: write {owner}={{{short}"{option}": {shown(value)}}}.'
     if is_field and name in _OF_THE_GROUP:
         return " It follows from the group: pass that to build_dispatcher."
     if not is_field and name in DispatcherConfig.model_fields:
@@ -582,7 +629,11 @@ def _read(path: Path) -> dict[str, Any]:
     except ImportError as error:
         raise ConfigError(f"DispatcherConfig.load: PyYAML is not installed. {how_to_install('yaml')}") from error
     except Exception as error:  # the file cannot be opened, or is not UTF-8, JSON or YAML; the text has the line
-        raise ConfigError(f"DispatcherConfig.load: cannot read {path}: {error}.") from error
+        problem = f"DispatcherConfig.load: cannot read {path}: {error}."
+        if isinstance(error, json.JSONDecodeError) and path.suffix != ".json":
+            problem += " It was read as JSON, because its name does not end in .yaml or .yml."
+            problem += " For TOML, pass DispatcherConfig(**tomllib.load(file))." if path.suffix == ".toml" else ""
+        raise ConfigError(problem) from error
     if not isinstance(value, dict):
         raise ConfigError(f"DispatcherConfig.load: {path} must be a mapping of fields, not {type(value).__name__}.")
     for name in _keys(value):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +22,7 @@ from moe_dispatch_testing.reference import Expected, expect_close, expect_equal,
 from moe_dispatch_testing.scenario import Batch, Experts, Scenario
 from moe_dispatch_testing.schedules import SCHEDULES
 
-BackendSpec = str | dict[str, Any]
+BackendSpec = str | Mapping[str, Any]
 
 
 @final

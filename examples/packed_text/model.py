@@ -46,11 +46,10 @@ class SwiGLUExperts(Dispatcher):
 
     def __init__(self, config: DispatcherConfig, group: Group, hidden: int, name: str) -> None:
         super().__init__(config, group, name=name)
-        rank, size = (0, 1) if group is None else (group.rank(), group.size())
         up_EDF = torch.randn(config.num_experts, config.hidden_size, 2 * hidden) * config.hidden_size**-0.5
         down_EFD = torch.randn(config.num_experts, hidden, config.hidden_size) * hidden**-0.5
-        self.up_LDF = nn.Parameter(up_EDF.chunk(size)[rank].clone())
-        self.down_LFD = nn.Parameter(down_EFD.chunk(size)[rank].clone())
+        self.up_LDF = nn.Parameter(up_EDF.chunk(self.ep_size)[self.ep_rank].clone())
+        self.down_LFD = nn.Parameter(down_EFD.chunk(self.ep_size)[self.ep_rank].clone())
 
     def run_experts(self, sent: Dispatched) -> Tensor:
         """Apply each expert to its rows: (R, D) to (R, D)."""

@@ -16,7 +16,7 @@ from moe_dispatch.dispatched import Dispatched, check_plain
 from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.requirements import check_max_rows
-from moe_dispatch.errors import InputError, LayoutError, StateError
+from moe_dispatch.errors import InputError, LayoutError, StateError, shown
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Plan, Routing
 
@@ -221,6 +221,8 @@ def no_layout(value: object) -> str:
         return told + " Pass a mask as Masked(mask)."
     if isinstance(value, Tensor | list | tuple):
         return told + " Pass lengths as BSHD(lengths), and offsets as THD(cu_seqlens)."
+    if isinstance(value, str):
+        return f"got {shown(value)}. Make a layout: THD(cu_seqlens), BSHD(), SBHD() or Rows()."
     return told
 
 

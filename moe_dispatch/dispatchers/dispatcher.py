@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast, final, overload
@@ -80,8 +81,8 @@ class Dispatcher(OwnNames):
     ) -> None:
         super().__init__()
         if not isinstance(config, DispatcherConfig):
-            ways_out = {dict: "DispatcherConfig(**your_dict)", str: "DispatcherConfig.load(path)"}
-            way_out = ways_out.get(type(config), "a DispatcherConfig")
+            way_out = "DispatcherConfig.load(path)" if isinstance(config, str | os.PathLike) else "a DispatcherConfig"
+            way_out = "DispatcherConfig(**your_dict)" if isinstance(config, Mapping) else way_out
             raise ConfigError(f"Dispatcher: pass {way_out}, not a {type(config).__name__}.")
         with real_tensors():
             lease = lease_channel(config, group, control_group, name)
@@ -115,6 +116,26 @@ class Dispatcher(OwnNames):
     def backend_name(self) -> str:
         """Name of the backend in use; with ``backend="auto"``, the backend that was chosen."""
         return self._channel.backend_name
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The expert-parallel group; None for one rank without torch.distributed."""
+        return self._channel.communicator.group
+
+    @property
+    def ep_size(self) -> int:
+        """Number of ranks of the group, P."""
+        return self._channel.shape.ep_size
+
+    @property
+    def ep_rank(self) -> int:
+        """Number of this rank in the group. It owns experts from ``ep_rank * num_local_experts`` on."""
+        return self._channel.communicator.rank
+
+    @property
+    def num_local_experts(self) -> int:
+        """Number of experts that this rank owns, ``num_experts / ep_size``: no copies of experts count."""
+        return self.config.num_experts // self.ep_size
 
     def forward(self, x: Tensor, routing: Routing, plan: Plan | Layout | None = None, *, carry: Carry = None) -> Tensor:
         """Run the whole layer, ``combine(run_experts(dispatch(x)))``; the result has the shape of x."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ _ATTRIBUTES = (
 
 
 def use_moe_dispatch(
-    engine: nn.Module, *, backend: BackendName | str | dict[str, Any] = "auto", **options: Any
+    engine: nn.Module, *, backend: BackendName | str | Mapping[str, Any] = "auto", **options: Any
 ) -> dict[str, Dispatcher]:
     """Make the MoE layers of AutoEP send their rows through dispatchers of this library. Collective.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -43,7 +43,7 @@ __all__ = ["AutomodelDispatcher", "use_moe_dispatch"]
 _NOT_OPTIONS = ("hidden_size", "num_experts", "top_k", "weights")
 
 
-def use_moe_dispatch(*, backend: BackendName | str | dict[str, Any] = "auto", **options: Any) -> None:
+def use_moe_dispatch(*, backend: BackendName | str | Mapping[str, Any] = "auto", **options: Any) -> None:
     """Make the grouped experts of models that are built from now on use our token dispatcher.
 
     Set ``dispatcher: hybridep`` in Automodel, whatever the backend here is: with ``torch``, Automodel uses experts that

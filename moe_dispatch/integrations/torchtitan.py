@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -245,7 +245,7 @@ def moe_dispatch_override(
 
 
 def use_moe_dispatch(
-    model_config: Any, *, backend: BackendName | str | dict[str, Any] = "auto", **options: Any
+    model_config: Any, *, backend: BackendName | str | Mapping[str, Any] = "auto", **options: Any
 ) -> list[str]:
     """Replace the token dispatchers of all MoE layers in a model's config, in place, before the model is built.
 

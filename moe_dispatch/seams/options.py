@@ -6,10 +6,10 @@ planner. Such a class has the fields, the defaults and the rules of its capabili
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
 from moe_dispatch.errors import ConfigError, shown
 
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 # Hidden inputs, because pydantic would write out the whole of a deep or huge value.
 FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+# The options of a field. Tools make a command line of these types; the options class checks the values.
+if TYPE_CHECKING:
+    OptionMapping = Mapping[str, Any]
+else:
+    OptionMapping = Mapping[str, Annotated[bool | int | float | str | None, SkipValidation]]
 
 # By field of the config, the option that a short value sets. ``graph_safe=True`` sets none.
 SHORT = {"backend": "name", "balance": "name", "wire": "dtype", "chunks": "tokens", "graph_safe": None}
@@ -39,6 +44,19 @@ def spelled_out(field: str, value: Any) -> dict[str, Any]:
         return dict(value)
     option = SHORT[field]
     return {} if option is None else {option: value}
+
+
+def plain(value: Any) -> Any:
+    """Return a value in which the mappings and sequences of config tools, such as OmegaConf, are dicts and lists."""
+    if isinstance(value, dict):  # a deep one is returned as it is: aliases of YAML can stand for a billion words
+        return {name: plain(each) if _is_of_a_tool(each) else each for name, each in value.items()}
+    if not _is_of_a_tool(value):
+        return value
+    return {name: plain(value[name]) for name in value} if isinstance(value, Mapping) else list(map(plain, value))
+
+
+def _is_of_a_tool(value: Any) -> bool:
+    return isinstance(value, Mapping | Sequence) and not isinstance(value, dict | list | tuple | str | bytes)
 
 
 def name_in(field: str, options: Mapping[str, Any], example: str) -> str:

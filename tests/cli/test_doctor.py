@@ -69,6 +69,7 @@ def test_variables_stand_for_options_that_are_left_out(
         "BACKEND='local' is not used: the program sets backend to 'allgather'" in told for told in caplog.messages
     )
     assert any("TOP_K='3' is not used" in told for told in caplog.messages)
+    caplog.set_level(logging.WARNING, logger="moe_dispatch")
     assert command("check", "nowhere").status == 2
     assert "MOE_DISPATCH_TOP_K is not used: check sets all fields itself. Unset it." in caplog.messages
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -56,7 +56,7 @@ class MegatronDispatcher:
         config: Any,
         pg_collection: Any,
         *,
-        backend: str | dict[str, Any] = "alltoall",
+        backend: str | Mapping[str, Any] = "alltoall",
         control_group: dist.ProcessGroup | None = None,
         name: str = "",
         **given: Any,

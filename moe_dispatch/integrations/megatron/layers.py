@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any, final
 
@@ -38,7 +38,7 @@ _HOST_COUNTING = {"SequentialMLP", "GroupedMLP", "TEGroupedMLP"}
 
 
 def convert(
-    model: nn.Module | Iterable[nn.Module], *, backend: BackendName | str | dict[str, Any] = "alltoall", **given: Any
+    model: nn.Module | Iterable[nn.Module], *, backend: BackendName | str | Mapping[str, Any] = "alltoall", **given: Any
 ) -> None:
     """Give every MoE layer of a built model a MegatronDispatcher. Parameters and state-dict keys do not change.
 
@@ -71,7 +71,7 @@ def convert(
 
 
 def pre_wrap_hook(
-    *, backend: BackendName | str | dict[str, Any] = "alltoall", **given: Any
+    *, backend: BackendName | str | Mapping[str, Any] = "alltoall", **given: Any
 ) -> Callable[[list[nn.Module]], list[nn.Module]]:
     """Return a function that converts the chunks of a pipeline stage, for trainers that build through Megatron-Bridge.
 
@@ -108,7 +108,7 @@ class DispatchMoELayer(MoELayer):  # type: ignore[misc]
 
 
 def moe_layer_spec(
-    spec: Any, *, backend: BackendName | str | dict[str, Any] = "alltoall", pg_collection: Any = None, **given: Any
+    spec: Any, *, backend: BackendName | str | Mapping[str, Any] = "alltoall", pg_collection: Any = None, **given: Any
 ) -> Any:
     """Return a copy of a spec in which every MoE layer has a MegatronDispatcher.
 

@@ -6,6 +6,7 @@ version lacks count as None.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from moe_dispatch.config import DispatcherConfig
@@ -53,7 +54,7 @@ _UNBALANCED = {
 
 
 def dispatcher_config(
-    config: Any, backend: str | dict[str, Any], *, etp_size: int, pad_multiple: int, given: dict[str, Any]
+    config: Any, backend: str | Mapping[str, Any], *, etp_size: int, pad_multiple: int, given: dict[str, Any]
 ) -> DispatcherConfig:
     """Return the DispatcherConfig of an MoE layer with this TransformerConfig. ``given`` holds further fields.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from moe_dispatch.backends.registry import BackendName
@@ -17,7 +18,7 @@ _NAMES = {
 
 
 def config_for(
-    model_config: Any, *, backend: BackendName | str | dict[str, Any] = "auto", **fields: Any
+    model_config: Any, *, backend: BackendName | str | Mapping[str, Any] = "auto", **fields: Any
 ) -> DispatcherConfig:
     """Return a DispatcherConfig with the num_experts, top_k and hidden_size of a model's config.
 
