@@ -139,10 +139,10 @@ def test_a_name_in_place_of_a_layout_is_named() -> None:
     with pytest.raises(
         InputError, match=r"layout must be a Layout or None, got 'thd'\. Make a layout: THD\(cu_seqlens\)"
     ):
-        dispatcher.plan("thd")  # type: ignore[arg-type]
+        dispatcher.plan("thd")
     routing = Routing(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2))
     with pytest.raises(InputError, match=r"plan must be a Plan, a Layout or None, got 'bshd'\. Make a layout"):
-        dispatcher.dispatch(torch.ones(1, 64), routing, "bshd")
+        dispatcher.dispatch(torch.ones(1, 64), routing, "bshd")  # type: ignore[call-overload]
 
 
 def test_a_file_in_toml_is_named(tmp_path: Path) -> None:
