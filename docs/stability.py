@@ -76,7 +76,9 @@ PUBLIC = {
         stable="config_for register attach", experimental="dispatchers_of RoutingReplay"
     ),
     "moe_dispatch.integrations.torchtitan": _names(
-        stable="use_moe_dispatch", experimental="moe_dispatch_override RoutingReplay MoEDispatchTokenDispatcher"
+        stable="use_moe_dispatch",
+        experimental="moe_dispatch_override leave_out_padding RoutingReplay MoEDispatchTokenDispatcher "
+        "MoEDispatchRoutedExperts",
     ),
     "moe_dispatch.integrations.deepspeed": _names(experimental="use_moe_dispatch"),
     "moe_dispatch.integrations.axolotl": _names(experimental="MoEDispatchArgs MoEDispatchPlugin"),

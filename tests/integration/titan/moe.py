@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -87,6 +88,16 @@ def built(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     return moe.to(dtype)
 
 
+def forward(moe: Any, x_BLD: Tensor) -> Any:
+    """In the shape that the installed torchtitan reads: (B, L, D) in release 0.3.0, (T, D) in its main branch."""
+    from torchtitan.models.common.moe import RoutedExperts
+
+    if "x_TD" not in inspect.signature(RoutedExperts.forward).parameters:
+        return moe(x_BLD)
+    y_TD = moe(x_BLD.flatten(0, 1))
+    return y_TD if isinstance(y_TD, DTensor) else y_TD.view(x_BLD.shape)
+
+
 def draw(shape: tuple[int, int], rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Tokens of a rank, and the gradient of what becomes of them."""
     generator = torch.Generator().manual_seed(rank)
@@ -110,7 +121,7 @@ def whole(job: Job, rank: int) -> Outcome:
     leaves = [x_BLD.requires_grad_() for x_BLD, _ in drawn]
     rows = torch.cat([x_BLD.flatten(0, 1) for x_BLD in leaves]).unsqueeze(0)
     upstream = torch.cat([upstream_BLD.flatten(0, 1) for _, upstream_BLD in drawn]).unsqueeze(0)
-    y_BLD = moe(rows)
+    y_BLD = forward(moe, rows)
     y_BLD.backward(upstream)
     counts = [len(x_BLD.flatten(0, 1)) for x_BLD in leaves]
     outcome = {"y": y_BLD.detach()[0].split(counts)[rank].view_as(leaves[rank]), "x": _gradient(leaves[rank])}
@@ -120,6 +131,7 @@ def whole(job: Job, rank: int) -> Outcome:
 
 
 def _force(ids_BLK: Tensor, router: Any, args: Any, routed: tuple[Tensor, Tensor, Tensor]) -> Any:
+    ids_BLK = ids_BLK.view(*routed[2].shape[:-1], -1)
     scores_BLK = routed[2].gather(-1, ids_BLK)
     return scores_BLK / scores_BLK.sum(-1, keepdim=True), ids_BLK, routed[2]
 
@@ -182,11 +194,16 @@ def _ragged(job: Job, rank: int) -> Outcome:
 def _run(moe: Any, job: Job, rank: int) -> Outcome:
     x_BLD, upstream_BLD = draw(job.shapes[rank], rank, job.dtype)
     with _replaying(moe, job, rank):
-        y_BLD = moe(x_BLD.requires_grad_())
+        y_BLD = forward(moe, x_BLD.requires_grad_())
         if isinstance(y_BLD, DTensor):
-            upstream_BLD = DTensor.from_local(upstream_BLD, y_BLD.device_mesh, y_BLD.placements)
+            shaped = upstream_BLD.view(_local(y_BLD).shape)
+            upstream_BLD = DTensor.from_local(shaped, y_BLD.device_mesh, y_BLD.placements)
         y_BLD.backward(upstream_BLD)
-    outcome = {"y": _local(y_BLD).detach(), "x": _gradient(x_BLD), "gate": _gradient(moe.router.gate.weight)}
+    outcome = {
+        "y": _local(y_BLD).detach().view(x_BLD.shape),
+        "x": _gradient(x_BLD),
+        "gate": _gradient(moe.router.gate.weight),
+    }
     return outcome | {name: _gradient(parameter) for name, parameter in _experts(moe)}
 
 
@@ -201,7 +218,7 @@ def _replaying(moe: Any, job: Job, rank: int) -> Iterator[None]:
     table = RoutingTable(enumerate(ids_BLK.unsqueeze(2)), num_experts=EXPERTS)
     replay = RoutingReplay(moe)
     with pytest.raises(StateError, match=r"forward\(\) was called outside `with replay\.micro_batch"):
-        moe(draw(job.shapes[rank], rank, job.dtype)[0])
+        forward(moe, draw(job.shapes[rank], rank, job.dtype)[0])
     lengths, like = [ids_BLK.shape[1]] * len(ids_BLK), (*ids_BLK.shape[:2], HIDDEN)
     partly = RoutingTable({0: torch.tensor([[[3] + [-1] * (ids_BLK.shape[2] - 1)]])}, num_experts=EXPERTS)
     refused = pytest.raises(
