@@ -8,9 +8,7 @@ it, or as soon as the node has nothing left to compute.
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -49,21 +47,6 @@ def recompute_once(place: Place, log: Log) -> None:
     _engine._pop_saved_tensors_default_hooks()
     place.hooks = pack, recomputed.read
     _engine._push_saved_tensors_default_hooks(*place.hooks)
-
-
-@final
-class _Thread(threading.local):
-    """What this thread does.
-
-    Attributes:
-        reads_inputs: Whether it reads the inputs of a checkpointed call. They were saved by the call, and not by the
-            node that runs.
-    """
-
-    reads_inputs = False
-
-
-_thread = _Thread()
 
 
 @final
@@ -108,7 +91,8 @@ class Recomputed:
                 raise _StopRecomputationError
             return tensor
 
-        inputs = _inputs_of(frame)
+        saver = getattr(frame, "input_saver", None)  # in torch 2.10
+        inputs = frame.get_inputs() if saver is None else saver.grad_fn.get_args(saver.grad_fn.saved_tensors)
         try:
             with saved_tensors_hooks(keep, _same), torch.enable_grad():
                 _run_fn_with_dynamo_disabled(frame.recompute_fn, *inputs)
@@ -153,19 +137,6 @@ class Recomputed:
         return found
 
 
-def _inputs_of(frame: _CheckpointFrame) -> Sequence[Any]:
-    """Return the inputs of a checkpointed call. If it is inside of another one, this recomputes the other one."""
-    before, _thread.reads_inputs = _thread.reads_inputs, True
-    try:
-        node = getattr(frame, "input_saver", None)  # in torch 2.10
-        inputs: Sequence[Any] = (
-            frame.get_inputs() if node is None else node.grad_fn.get_args(node.grad_fn.saved_tensors)
-        )
-        return inputs
-    finally:
-        _thread.reads_inputs = before
-
-
 def _may_read_again() -> bool:
     """Return whether the node that runs may read its saved tensors again, in another pass.
 
@@ -173,7 +144,7 @@ def _may_read_again() -> bool:
     computes all gradients, tensors are freed as torch does. Otherwise the engine frees them with the node.
     """
     node = torch._C._current_autograd_node()
-    if node is None or _thread.reads_inputs or not _engine._get_current_graph_task_keep_graph():
+    if node is None or not _engine._get_current_graph_task_keep_graph():
         return True
     return not all(following is None or _runs(following) for following, _ in node.next_functions)
 
