@@ -55,6 +55,7 @@ PUBLIC = {
         experimental="mx_tensor te_grouped_tensor torch_arguments blocked_scales deep_gemm_pair deep_gemm_layout "
         "grouped_gemm quantised_gradient gradient_as QuantisedRows QuantisedOptions",
     ),
+    "moe_dispatch.lean": _names(experimental="Activation Outputs first_mm last_mm swiglu"),
     "moe_dispatch.recompute": _names(experimental="checkpoint keep_routes keep_routes_of keep_routes_in keep_ids"),
     "moe_dispatch.training": _names(experimental="Setup Table Held OnParts joined_group"),
     "moe_dispatch.replay": _names(experimental="RoutingTable Turn Cut Recording replayed SequenceId"),
@@ -100,6 +101,7 @@ PUBLIC = {
 EXPERIMENTAL_FIELDS = (
     "balance",
     "chunks",
+    "deliver",
     "wire.deliver",
     "wire.gradients",
 )

@@ -134,6 +134,9 @@ class DispatcherConfig(BaseModel):
             ``sent.weights``.
         wire: Dtype in which rows travel between ranks, "bfloat16", "float8_e4m3fn" or "mxfp8"; or a mapping with this
             ``dtype`` and further options, as in ``QuantisedOptions``. None sends rows in their own dtype.
+        deliver: Form in which experts get rows. "rows" copies what arrived to its experts at once. "packets" leaves it
+            as it arrived, each row once, until ``sent.rows`` are read; ``first_mm`` of ``moe_dispatch.lean`` saves it
+            in this form for the backward. A backend whose library delivers rows of experts does so in any case.
         row_counts: How ranks learn each other's row counts, if the backend needs equal counts or the largest count, or
             with ``chunks``, which need the largest count on every backend.
             "agree": by an all-reduce (MAX) and one host sync. "assume": the caller promises equal counts. "check": like
@@ -174,6 +177,7 @@ class DispatcherConfig(BaseModel):
     pad_multiple: Count | Literal["bf16", "fp8", "mxfp8", "nvfp4"] = 1
     weights: Literal["combine", "experts"] = "combine"
     wire: WireDtype | str | OptionMapping | None = None
+    deliver: Literal["rows", "packets"] = "rows"
     row_counts: RowCounts | None = None
     max_tokens_per_rank: Count | None = None
     chunks: Count | OptionMapping | None = None
@@ -234,10 +238,16 @@ class DispatcherConfig(BaseModel):
                 static and self.max_tokens_per_rank is None,
                 'graph_safe and row_counts="static" need max_tokens_per_rank.',
             ),
+            (
+                self.deliver == "packets" and self.wire_options is not None and self.wire_options.delivers_quantised,
+                'deliver="packets" and wire.deliver="quantised" exclude each other. Leave one of them out.',
+            ),
             (bounds and not self.graph_safe, f"{bounds} needs graph_safe=True. Otherwise buffers follow the routing."),
         ):
             if broken:
                 raise ConfigError(rule)
+        if self.deliver == "packets":
+            require_plug_in("moe_dispatch.capabilities.lean", 'deliver="packets" needs it. Leave that out')
         if self.watchdog is not None:
             require_plug_in("moe_dispatch.capabilities.observers", "watchdog needs it. Leave that out")
         for options in self._options.values():

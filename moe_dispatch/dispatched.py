@@ -18,6 +18,7 @@ from moe_dispatch.seams.slots import Placement
 from moe_dispatch.seams.tracing import traced_calls
 
 if TYPE_CHECKING:
+    from moe_dispatch.capabilities.lean.packets import Packets
     from moe_dispatch.capabilities.quantised.rows import QuantisedRows
 
 
@@ -46,7 +47,7 @@ class Dispatched:
 
     Attributes:
         in_graph: ``rows`` where only their shape, dtype, device and place in the autograd graph matter. Not to be read:
-            with ``wire.deliver="quantised"`` it is the edge of ``quantised``.
+            with ``wire.deliver="quantised"`` it is the edge of ``quantised``, and with ``packets`` it has no memory.
         tokens_per_expert: int64 (L,) on the device, rows of each expert with padding. An expert without tokens has 0.
         real_tokens_per_expert: int64 (L,) on the device, rows of each expert without padding. They are the counts of
             this dispatch: with ``chunks`` those of one chunk, under a placement those of one slot.
@@ -59,6 +60,7 @@ class Dispatched:
             the host.
         state: Private state of the dispatcher and the backend.
         quantised: The rows as they travelled, with ``wire.deliver="quantised"``; else None.
+        packets: The rows as they arrived, with ``deliver="packets"``; else None.
         carried: What ``carry`` gave the tokens, by name: int32 or int64 (R,) in the order of ``rows``, -1 on padding.
             None without ``carry``.
     """
@@ -72,6 +74,7 @@ class Dispatched:
     placement: Placement | None
     state: Any
     quantised: QuantisedRows | None = None
+    packets: Packets | None = None
     carried: Mapping[str, Tensor] | None = None
 
     def __repr__(self) -> str:
@@ -84,8 +87,11 @@ class Dispatched:
         """The rows, (R, D) in the model's dtype, grouped by expert.
 
         Each expert has its real rows, in the order of source rank and token, and then its zero padding. With
-        ``wire.deliver="quantised"`` they are widened on the first read, and kept.
+        ``wire.deliver="quantised"`` they are widened on the first read, and kept; with ``deliver="packets"`` they are
+        copied to their experts then, and kept.
         """
+        if self.packets is not None:
+            return self.packets.rows(self.in_graph)
         return self.in_graph if self.quantised is None else self.quantised.rows
 
     @property

@@ -117,6 +117,16 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             "ModuleNotFoundError: No module named 'moe_dispatch.integrations'",
         )
     ],
+    "capabilities/lean": [
+        (
+            CONFIG.format("'alltoall', deliver='packets'"),
+            'ConfigError: moe_dispatch.capabilities.lean is not installed. deliver="packets" needs it. Leave that out, ',
+        ),
+        (
+            "from moe_dispatch.lean import first_mm",
+            "ModuleNotFoundError: No module named 'moe_dispatch.capabilities.lean'",
+        ),
+    ],
     "capabilities/observers": [
         (
             CONFIG.format("'alltoall', watchdog=5"),

@@ -118,7 +118,7 @@ class AllGather(Backend):
         packets = form.pack(rows_TD, weights_TK, ids_TK)
         if mark is not None:
             form.notes(packets).fill_(mark)
-        everyone = self.context.workspace.lend(len(packets) * comm.size, form.stride, device=packets.device)
+        everyone = self.context.for_arrivals(len(packets) * comm.size, form.stride, packets.device)
         comm.all_gather(everyone, packets, label="dispatch")
         rows_SD, weights_SK, ids_SK = form.unpack(everyone)
         first, counts = comm.rank * shape.num_local_experts, list[int]()

@@ -274,6 +274,8 @@ class BackendContext:
         permutation_name: Name of the configured one-rank reorder.
         workspace: Memory that calls reuse.
         debug: Whether each call checks what it can, at the cost of host syncs.
+        deliver: Function that returns, from a ``RankMajorRoute`` and rows as they arrived, what stands for the rows of
+            experts; None to copy the rows to their experts at once.
         permutations: The reorder itself, by type of tensor and of device. ``permutation_of`` looks it up for a tensor;
             what runs in every call looks it up here, which saves a function call.
     """
@@ -284,6 +286,7 @@ class BackendContext:
     permutation_name: PermutationName = "auto"
     workspace: Workspace = field(default_factory=Workspace)
     debug: bool = False
+    deliver: Callable[[Any, Any], Encoded] | None = None
     permutations: Permutations = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -297,6 +300,12 @@ class BackendContext:
         known = self.shape.max_tokens_per_rank
         bounds = [self.needs.most_rows, None if known is None else self.needs.padded(known)]
         return min((bound for bound in bounds if bound is not None), default=None)
+
+    def for_arrivals(self, rows: int, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory for packets that arrive, uint8 (rows, nbytes). What ``deliver`` keeps is not lent by a pool."""
+        if self.deliver is None:
+            return self.workspace.lend(rows, nbytes, device=device)
+        return torch.empty(rows, nbytes, dtype=torch.uint8, device=device)
 
     def permutation_of(self, tensor: Tensor) -> Permutation:
         """Return the permutation for a tensor: the one that is named, or for "auto" the best on the tensor's device."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -67,11 +67,16 @@ class RankMajorRoute(Route):
         return self.collect(grad_RD, None, grad_R, label="dispatch.backward")
 
     @final
+    def spread_gradient(self, grad_TD: Tensor) -> Tensor | Encoded:
+        """Send the gradient of the result of ``combine`` out. Return the rows that arrived, as ``spread`` does."""
+        shape = self.context.shape
+        return self.spread(grad_TD, shape.grad_wire_dtype or back_wire(shape.wire_dtype), label="combine.backward")
+
+    @final
     def combine_backward(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        shape = self.context.shape
-        grad_SD = self.spread(grad_TD, shape.grad_wire_dtype or back_wire(shape.wire_dtype), label="combine.backward")
+        shape, grad_SD = self.context.shape, self.spread_gradient(grad_TD)
         if not isinstance(grad_SD, Tensor):
             given = (self.index, weights_R, rows_RD, grad_TD.dtype)
             return grad_SD.expand_weighted(self.permutation, *given, as_sent=shape.quantised)
@@ -80,6 +85,12 @@ class RankMajorRoute(Route):
 
 
 def expand(route: RankMajorRoute, rows_SD: Tensor | Encoded, dtype: torch.dtype) -> Tensor | Encoded:
+    """Return the rows of experts: copies in ``dtype``, or encoded if the config wants them so, or as they arrived."""
+    deliver = route.context.deliver
+    return grouped(route, rows_SD, dtype) if deliver is None else deliver(route, rows_SD)
+
+
+def grouped(route: RankMajorRoute, rows_SD: Tensor | Encoded, dtype: torch.dtype) -> Any:
     """Copy the rows that arrived to their experts: rows of ``dtype``, or encoded rows if the config wants them so."""
     context, index = route.context, route.index
     if not isinstance(rows_SD, Tensor):

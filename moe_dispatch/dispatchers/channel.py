@@ -34,6 +34,7 @@ from moe_dispatch.dispatchers.requirements import check_buffers, check_group, ch
 from moe_dispatch.dispatchers.trail import Trail
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, StateError
 from moe_dispatch.permutation import choose_permutation
+from moe_dispatch.seams.calls import delivery
 from moe_dispatch.seams.observers import Observer, observe_groups
 from moe_dispatch.seams.slots import Slots
 from moe_dispatch.seams.tracing import is_traced, refuse_traced
@@ -117,6 +118,7 @@ class Channel:
             needs=needs,
             permutation_name=config.permutation,
             debug=config.debug,
+            deliver=delivery(config),
         )
         self.backend = options.open(self.context)
         if config.max_rows_per_dispatch is not None:

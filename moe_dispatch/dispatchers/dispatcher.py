@@ -618,6 +618,8 @@ def bring_back(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor
     channel = dispatcher._lease.enter("combine")
     try:
         with profiler_range("combine"):
+            if not isinstance(rows, Tensor) and hasattr(rows, "brought_back"):
+                return rows.brought_back(channel, sent)
             rows = checks.check_combine(rows, sent.in_graph, channel)
             if channel.observers or may_be_wrapped(sent.state.lease, rows):
                 tell_combined(channel, sent.state.lease, rows)

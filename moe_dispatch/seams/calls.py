@@ -10,6 +10,10 @@ from torch import Tensor
 from moe_dispatch.seams.plug_ins import load_plug_in
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moe_dispatch.backends.wire import Encoded
+    from moe_dispatch.config import DispatcherConfig
     from moe_dispatch.dispatched import Dispatched, InFlight
     from moe_dispatch.dispatchers.call import Call
     from moe_dispatch.dispatchers.channel import Channel
@@ -42,6 +46,16 @@ class OfThread(threading.local):
 
 
 of_thread = OfThread()
+
+
+def delivery(config: DispatcherConfig) -> Callable[[Any, Any], Encoded] | None:
+    """Return ``BackendContext.deliver`` for a config: what keeps rows as they arrived, or None."""
+    if config.deliver == "rows":
+        return None
+    found: Callable[[Any, Any], Encoded] = load_plug_in(
+        "moe_dispatch.capabilities.lean.packets", 'deliver="packets" needs it. Leave that out'
+    ).deliver
+    return found
 
 
 def load_carry() -> Any:

@@ -362,7 +362,7 @@ def start_rows(
     Returns:
         The leg, memory of the workspace for the packets that arrive, and the exchange under way.
     """
-    received = context.workspace.lend(sum(rows_in), outgoing.shape[1], device=outgoing.device)
+    received = context.for_arrivals(sum(rows_in), outgoing.shape[1], outgoing.device)
     work = context.communicator.all_to_all(received, outgoing, rows_in, rows_out, label=f"dispatch{suffix}")
     source_B, *by_row = tables
     if not by_row:

@@ -38,9 +38,8 @@ class FixedAllToAll(Backend):
         )
         if sizes.columns is not None:
             form = sizes.columns.added_to(form)
-        outgoing, received = (
-            context.workspace.lend(size * pair_rows, form.stride, device=rows_TD.device) for _ in range(2)
-        )
+        outgoing = context.workspace.lend(size * pair_rows, form.stride, device=rows_TD.device)
+        received = context.for_arrivals(size * pair_rows, form.stride, rows_TD.device)
         may_overflow, send_places = pair_rows < tokens_of(shape), permutation.send_places
         if send_places is None or may_overflow:
             owner_TK, counts = permutation.count_owners(ids_TK, experts, experts, (1 + size) * experts, graph_safe=True)

@@ -169,7 +169,7 @@ def dispatch(
             layer=given.layer,
         )
         arrived = finish(start(link, call))
-    rows_RD, *parts = _flat_rows(arrived.rows, rows.dtype)
+    rows_RD, *parts = _flat_rows(link, arrived.rows, rows.dtype)
     weights_R, real_L, *route = _own(arrived.weights, arrived.real_tokens_per_expert, *form.tensors(arrived.route))
     return DispatchResults(rows_RD, weights_R, real_L, parts, route).flat()
 
@@ -262,7 +262,7 @@ def dispatch_again(
         link, taken, padded = _restored(channel, route)
         checks.check_again(rows, num_rows, rows.device, link)
         link.trail.follow(text_of("dispatch again", (rows.dtype, True)), rows.device, dispatcher=None)
-        return [weights.clone(), *_flat_rows(taken.send(pad(rows, real_rows, padded)), rows.dtype)]
+        return [weights.clone(), *_flat_rows(link, taken.send(pad(rows, real_rows, padded)), rows.dtype)]
 
 
 @dispatch_again.register_fake
@@ -271,11 +271,13 @@ def _(*arguments: Any) -> list[Tensor]:
     return [torch.empty_like(given.weights), *_unfilled(named_channel(given.channel), given.rows, given.num_grouped)]
 
 
-def _flat_rows(rows: Tensor | Encoded, dtype: torch.dtype) -> list[Tensor]:
+def _flat_rows(link: Channel, rows: Tensor | Encoded, dtype: torch.dtype) -> list[Tensor]:
     """Return rows that arrived as results of an operator: the rows, or their stand-in and their parts as uint8.
 
     An operator has no float8 results, because autograd would give them gradients of their own dtype.
     """
+    if not (isinstance(rows, Tensor) or link.shape.quantised):
+        rows = rows.decoded(dtype)
     return _own(rows) if isinstance(rows, Tensor) else [rows.stand_in(dtype), *_own(*rows.tensors())]
 
 

@@ -346,7 +346,7 @@ class Repeating(Way):
             if self.log.leaves_out and self.combines == self.log.combines:
                 if self.watch is not None and not self.next[lease]:
                     # No dispatch of this call lets ranks compare at the end what they have found.
-                    report(lease, rows.new_zeros(2, dtype=torch.int64), self.problem)
+                    report(lease, sent.weights.new_zeros(2, dtype=torch.int64), self.problem)
                     self.reports.append(lease)
                 y = leave_out(dispatcher, rows, sent, self.watch)
             else:

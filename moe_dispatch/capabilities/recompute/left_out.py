@@ -36,6 +36,7 @@ def leave_out(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched, watch: Wat
     route = SimpleNamespace(
         combine=lambda rows, _: rows.new_full((state.padded, rows.shape[1]), torch.nan),
         combine_backward=state.route.combine_backward,
+        left_out=state.route,
     )
     y = bring_back(dispatcher, rows, dataclasses.replace(sent, state=state.changed(route=route)))
     if watch is None:
