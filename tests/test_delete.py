@@ -120,7 +120,7 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
     "capabilities/lean": [
         (
             CONFIG.format("'alltoall', deliver='packets'"),
-            'ConfigError: moe_dispatch.capabilities.lean is not installed. deliver="packets" needs it. Leave that out, ',
+            'ConfigError: moe_dispatch.capabilities.lean is not installed. deliver="packets" needs it. ',
         ),
         (
             "from moe_dispatch.lean import first_mm",
