@@ -23,14 +23,14 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from moe_dispatch.capabilities.recompute.differences import report
 from moe_dispatch.capabilities.recompute.left_out import Watch, leave_out
-from moe_dispatch.capabilities.recompute.nesting import Asker, Place, asker_in, checkpoints_between
+from moe_dispatch.capabilities.recompute.nesting import Asker, Place, asker_in, checkpoints_between, in_saved_region
 from moe_dispatch.capabilities.recompute.routes import Kept, Log, dispatch_anew, dispatch_on, refuse
 from moe_dispatch.capabilities.recompute.tensors import recompute_once
 from moe_dispatch.dispatched import Dispatched, InFlight
 from moe_dispatch.dispatchers.agreement import settle
 from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.channel import Channel, Lease
-from moe_dispatch.dispatchers.dispatcher import Dispatcher, bring_back
+from moe_dispatch.dispatchers.dispatcher import Dispatcher, bring_back, make
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.seams.calls import Interceptor, of_thread
 from moe_dispatch.types import Plan
@@ -245,6 +245,13 @@ class Way(Interceptor):
 
 
 @final
+class _Unrecorded:
+    """What takes the calls in a region whose results torch_remat saves, as recomputations leave them out."""
+
+    dispatch, combine, settle = staticmethod(make), staticmethod(bring_back), staticmethod(settle)
+
+
+@final
 class Keeping(Way):
     """The forward of a checkpointed call."""
 
@@ -255,6 +262,9 @@ class Keeping(Way):
             recompute_once(self.place, log)
 
     def dispatch(self, dispatcher: Dispatcher, call: Call) -> Dispatched | InFlight:
+        if in_saved_region():
+            with _in_force(self.outer):
+                return (self.outer or _Unrecorded).dispatch(dispatcher, call)
         self.log.verbs += 1
         lease = dispatcher._lease
         sent: Dispatched | InFlight
@@ -268,6 +278,9 @@ class Keeping(Way):
         return sent
 
     def combine(self, dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor:
+        if in_saved_region():
+            with _in_force(self.outer):
+                return (self.outer or _Unrecorded).combine(dispatcher, rows, sent)
         self.log.verbs += 1
         with _in_force(self.outer):
             y = bring_back(dispatcher, rows, sent) if self.outer is None else self.outer.combine(dispatcher, rows, sent)
@@ -276,6 +289,9 @@ class Keeping(Way):
         return y
 
     def settle(self, channel: Channel, draft: Plan, **call: Any) -> Plan:
+        if in_saved_region():
+            with _in_force(self.outer):
+                return (self.outer or _Unrecorded).settle(channel, draft, **call)
         if (facts := call["facts"]) is not None:
             call["facts"] = {**facts, "grad mode": f"{facts['grad mode']}{self.log.told}"}
         with _in_force(self.outer):
@@ -291,6 +307,8 @@ class Keeping(Way):
     def ids(self, topk_ids: Tensor, asker: Asker) -> Tensor:
         if isinstance(self.outer, Way):
             topk_ids = self.outer.ids(topk_ids, asker)
+        if in_saved_region():
+            return topk_ids
         kept = asker, topk_ids.clone()  # the caller may change them in place
         for log in (self.log, *self.logs_inside()):
             log.ids.append(kept)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import Any, final
 
 import torch
@@ -25,7 +28,8 @@ def keep_routes_in(model: nn.Module, *, only_added: bool = False) -> None:
     """Let all checkpoints of a model keep routes, as ``keep_routes`` does for one.
 
     Call it when activation checkpointing has been applied. It finds layers in torch's ``checkpoint_wrapper``, as of
-    torchtitan and NeMo Automodel, and those of transformers. A second call does nothing. For transformers,
+    torchtitan and NeMo Automodel, modules whose forward ``torch_remat`` checkpoints, as in torchtitan's main branch,
+    and layers of transformers. A second call does nothing. For transformers,
     ``attach(model, keep_routes=True)`` also finds checkpoints that are enabled later.
 
     Modules called ``router`` or ``gate`` get the ids of their forwards, as by ``keep_ids``, where they call
@@ -46,6 +50,12 @@ def keep_routes_in(model: nn.Module, *, only_added: bool = False) -> None:
                 found = True
                 if not _keeps(checkpoint):
                     setattr(module, name, KeepingCheckpoint(checkpoint, lambda _: only_added))
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, KeepingForward):
+            found = True
+        elif (options := _options_of_remat(forward)) is not None:
+            found = True
+            module.forward = KeepingForward(*options, only_added=only_added)
     if not found:
         raise ConfigError(
             f"keep_routes_in: a module of the model must be checkpointed, got none in {type(model).__name__}. Apply "
@@ -84,6 +94,46 @@ class KeepingCheckpoint:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.checkpoint(keep_routes_of(function, only_added=self.only_added(function)), *args, **kwargs)
+
+
+def _options_of_remat(forward: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
+    """Return the function that ``torch_remat.checkpoint`` has wrapped, and its options; None for another forward.
+
+    Raises:
+        ConfigError: This release of torch_remat keeps them elsewhere.
+    """
+    if not isinstance(forward, FunctionType) or not str(forward.__globals__.get("__name__")).startswith("torch_remat."):
+        return None
+    kept = inspect.getclosurevars(forward).nonlocals
+    names = [name for name in inspect.signature(_remat().checkpoint).parameters if name != "preserve_rng_state"]
+    if missing := [name for name in ("function", *names) if name not in kept]:
+        raise ConfigError(
+            f"keep_routes_in: a checkpoint of torch_remat must hold its options as release 0.2.2 does, got none called "
+            f"{missing[0]}. Wrap the block yourself: torch_remat.checkpoint()(keep_routes_of(block))(x)."
+        )
+    return kept["function"], {name: kept[name] for name in names}
+
+
+def _remat() -> Any:
+    return sys.modules["torch_remat"]  # there, because it has made the checkpoint
+
+
+@final
+class KeepingForward:
+    """A forward that torch_remat checkpoints, anew for each call, so that each keeps routes of its own.
+
+    Args:
+        function: The forward without a checkpoint.
+        options: Those of ``torch_remat.checkpoint``.
+        only_added: As in ``keep_routes``.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any], *, only_added: bool) -> None:
+        self.function, self.options, self.only_added = function, options, only_added
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kept = keep_routes_of(self.function, only_added=self.only_added)
+        return _remat().checkpoint(**self.options)(kept)(*args, **kwargs)
 
 
 @final

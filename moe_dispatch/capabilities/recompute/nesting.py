@@ -35,6 +35,12 @@ class Place:
         self.module = None if (call := _module_call()) is None else id(call)
 
 
+def in_saved_region() -> bool:
+    """Return whether this is the forward of a ``torch_remat.region(recompute=False)``, which no recomputation calls."""
+    regions = sys.modules.get("torch_remat._region")
+    return regions is not None and regions._active_save_op.get() is not None
+
+
 def _frame_of(hooks: Any) -> _CheckpointFrame | None:
     cells = () if hooks is None else getattr(hooks[0], "__closure__", None) or ()
     return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _CheckpointFrame)), None)
