@@ -41,8 +41,12 @@ SIMGPU_LIBRARIES := $(SIMGPU_VENV)/.libraries
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+CPU_TORCH := https://download.pytorch.org/whl/cpu
+
 # torch comes first and alone: asked for by its pinned version, pip may take a build that lies on this machine.
 $(DEV): pyproject.toml constraints.txt
+	@echo "Fetching torch and what the tests need into $(VENV). On Linux, PyPI's torch brings 4.7 GB of CUDA."
+	@echo "For the CPU build instead: PIP_EXTRA_INDEX_URL=$(CPU_TORCH) make $(MAKECMDGOALS)"
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch
 	$(INSTALL) --editable '.[dev]'

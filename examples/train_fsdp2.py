@@ -203,7 +203,7 @@ def packed(documents: list[bytes]) -> tuple[Tensor, Tensor, THD]:
 
 def train(given: argparse.Namespace) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     ep = given.ep or size
     if PACKS % size or size % ep:
         raise SystemExit(f"{size} ranks must divide {PACKS} packs, and --ep {ep} must divide the ranks")
