@@ -1,4 +1,4 @@
-"""A CUDA build of torch on a machine without a GPU, which is what pip installs on most laptops: examples run on the CPU."""
+"""A CUDA build of torch without a GPU, which is what pip installs on most laptops: examples run on the CPU."""
 
 from __future__ import annotations
 
