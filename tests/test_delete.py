@@ -111,6 +111,18 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             "AttributeError: '_OpNamespace' 'moe_dispatch' object has no attribute 'dispatch'",
         ),
     ],
+    "capabilities/dry_runs": [
+        (
+            "import torch\n"
+            "torch.distributed.init_process_group('fake', rank=0, world_size=2)\n"
+            "try:\n"
+            "    build_dispatcher(DispatcherConfig(num_experts=8, top_k=2, hidden_size=16), "
+            "torch.distributed.group.WORLD)\n"
+            "finally:\n"
+            "    torch.distributed.destroy_process_group()",
+            "ConfigError: moe_dispatch.capabilities.dry_runs is not installed. A fake process group needs it. ",
+        )
+    ],
     "integrations": [
         (
             "from moe_dispatch.integrations.transformers import attach",

@@ -251,8 +251,8 @@ class Lease:
     def description(self) -> str:
         """Text with the backend and this rank's number in the group. It can be read after ``release`` too."""
         ranks = self.channel.communicator
-        closed = "" if self._collected.alive else ", closed"
-        return f"backend={self.channel.backend_name!r}, rank {ranks.rank} of {ranks.size}{closed}"
+        state = ", dry run" * ranks.dry_run + ", closed" * (not self._collected.alive)
+        return f"backend={self.channel.backend_name!r}, rank {ranks.rank} of {ranks.size}{state}"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise StateError("Dispatcher: a process group cannot be saved. Save model.state_dict() instead of the model.")

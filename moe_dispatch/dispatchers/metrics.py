@@ -26,6 +26,7 @@ class Metrics:
 
     Attributes:
         backend: Name of the backend in use.
+        dry_run: Whether the group is torch's fake one, so that all numbers are those of ranks that route as this one.
         dispatches: Number of dispatches; with ``gather``, the sum over ranks.
         real_tokens_per_expert: Rows that each expert got, without padding: int64 on the CPU, (L,); with ``gather``,
             (E,). Under a placement it is (E,) in both cases, and rows of all copies of an expert count for the expert.
@@ -53,6 +54,7 @@ class Metrics:
     """
 
     backend: str
+    dry_run: bool
     dispatches: int
     real_tokens_per_expert: Tensor
     tokens_by_layer: dict[str, Tensor]
@@ -94,6 +96,7 @@ def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
     tokens = tokens.sum(0) if meter.placed else tokens.flatten()
     return Metrics(
         backend=channel.backend_name,
+        dry_run=channel.communicator.dry_run,
         dispatches=rows["dispatches"],
         real_tokens_per_expert=tokens,
         tokens_by_layer={

@@ -27,9 +27,14 @@ def run_self_test(dispatcher: Dispatcher, device: torch.device, dtype: torch.dty
     The number of rows differs between ranks, unless the config promises equal numbers.
 
     Raises:
-        StateError: The output or a gradient is wrong on some rank. Raised on every rank.
+        StateError: The output or a gradient is wrong on some rank. Raised on every rank. Or it is a dry run.
     """
     channel = dispatcher._channel
+    if channel.communicator.dry_run:
+        raise StateError(
+            "Dispatcher.self_test: ranks must exchange rows, got a dry run on torch's fake process group. Test on real "
+            "ranks."
+        )
     if dtype is None:
         carries_float32 = channel.needs.dtypes is None or channel.shape.wire_dtype is not None
         dtype = torch.float32 if carries_float32 else torch.bfloat16

@@ -279,9 +279,18 @@ def nodes_seen_from(rank: int, shape: MoEShape, ranks_per_node: int | None, *, e
 
 
 def open_levels(context: BackendContext, ranks_per_node: int | None, *, exact: bool) -> TwoLevelAllToAll | None:
-    """Open the backend with two levels, and log the nodes. Return None if the second level would save nothing."""
+    """Open the backend with two levels, and log the nodes. Return None if the second level would save nothing.
+
+    Raises:
+        ConfigError: The group is torch's fake one.
+    """
     comm = context.communicator
     nodes = nodes_seen_from(comm.rank, context.shape, ranks_per_node, exact=exact)
+    if nodes and comm.dry_run:
+        raise ConfigError(
+            "Backend 'alltoall': a dry run must have levels=1, got levels=2, on which ranks of other places on their "
+            "nodes do not send what this rank sends. Set levels=1."
+        )
     if comm.rank == 0:
         logger.info(
             "backend 'alltoall': levels=2, ranks per node: %d (%s), %s.",

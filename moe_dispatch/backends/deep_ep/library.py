@@ -221,6 +221,11 @@ class LibraryOptions(BackendOptions):
         assert isinstance(library, Library)
         if communicator.group is None and not library.emulated:
             raise ConfigError(f"Backend {self.name!r} needs a process group, even for one rank, got None. Pass group=.")
+        if communicator.dry_run:
+            raise ConfigError(
+                f"Backend {self.name!r} needs ranks to exchange rows with, got a dry run on torch's fake process group."
+                ' Use backend="alltoall" there.'
+            )
         inside = communicator.library_group
         bound = None if inside is None or library.emulated else inside.bound_device_id
         current = None if bound is None else torch.get_device_module(bound).current_device()

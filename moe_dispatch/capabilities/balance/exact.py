@@ -140,6 +140,8 @@ class ExactPlanner:
         device: Device of the counts.
         kernels: The module ``triton_plan``, to plan by kernels; None plans by operators of torch. With more than 4096
             ranks, or experts of a rank, operators of torch plan too.
+        alike: Whether all ranks bring the same rows, and each sends to a copy its share of what the copy gets from all,
+            as in a dry run.
 
     Attributes:
         min_rows: Fewest rows for which the host makes a copy.
@@ -159,7 +161,9 @@ class ExactPlanner:
         min_rows: int = 0,
         device: torch.device | str = "cpu",
         kernels: Any = None,
+        alike: bool = False,
     ) -> None:
+        self._alike = alike
         self._experts, self._size, self._rank, self._own = num_experts, num_ranks, rank, num_experts // num_ranks
         self._spare, self._bound, self._block, self.min_rows = spare, bound, pad_multiple, min_rows
         per_node = ranks_per_node or num_ranks
@@ -345,6 +349,8 @@ class ExactPlanner:
         Own rows come first, then those of the node, then the others. What a rank has left and what a rank still needs
         are intervals on one line for each expert; the rows that travel are their overlap.
         """
+        if self._alike:
+            return _differences(demand_EP.cumsum(1) // self._size)
         own_EP = torch.minimum(supply_EP, demand_EP)
         supply_EP, demand_EP = supply_EP - own_EP, demand_EP - own_EP
         flow_EP = own_EP * (self._ranks == self._rank)

@@ -36,6 +36,7 @@ class SlotTable:
         rank: int,
         *,
         ranks_per_node: int,
+        nearest: bool = True,
         device: torch.device,
         most_copies: int | None = None,
     ) -> SlotTable:
@@ -45,10 +46,14 @@ class SlotTable:
             placement: The placement.
             rank: This rank.
             ranks_per_node: Number of consecutive ranks that share a host.
+            nearest: Whether the rank sends rows to the nearest copies, or to all copies in turns, as in a dry run.
             device: Device of the tensors.
             most_copies: C; by default the smallest C that fits. A fixed C gives tables of equal shape.
         """
-        used = [copies_used(placement, expert, rank, ranks_per_node) for expert in range(placement.num_experts)]
+        used = [
+            copies_used(placement, expert, rank, ranks_per_node) if nearest else placement.slots_of_expert[expert]
+            for expert in range(placement.num_experts)
+        ]
         width = most_copies or max(map(len, used))
         rows = [[len(slots), *slots, *[0] * (width - len(slots))] for slots in used]
         experts = [placement.num_experts if expert == EMPTY else expert for expert in placement.slots[rank]]

@@ -128,7 +128,8 @@ class Planned(Slots):
         """Return the planner of ``balance="exact"`` for rows on a device."""
         if device not in self._planners:
             shape = dataclasses.replace(channel.shape, ranks_per_node=channel.ranks_per_node)
-            self._planners[device] = exact_planner(channel.config, shape, channel.communicator.rank, device)
+            comm = channel.communicator
+            self._planners[device] = exact_planner(channel.config, shape, comm.rank, device, alike=comm.dry_run)
         return self._planners[device]
 
     def _note_uneven(self, channel: Channel, counts_PE: Tensor, min_rows: int, plan: ExactPlan) -> None:
@@ -201,6 +202,7 @@ def table_of(
         placement,
         channel.communicator.rank,
         ranks_per_node=channel.ranks_per_node,
+        nearest=not channel.communicator.dry_run,
         device=device,
         most_copies=most if config.graph_safe else None,
     )
@@ -209,11 +211,15 @@ def table_of(
     return table
 
 
-def exact_planner(config: DispatcherConfig, shape: MoEShape, rank: int, device: torch.device) -> ExactPlanner:
+def exact_planner(
+    config: DispatcherConfig, shape: MoEShape, rank: int, device: torch.device, *, alike: bool = False
+) -> ExactPlanner:
     """Return the planner of ``balance="exact"`` for rows on a device. In eager mode it plans on the CPU."""
     options = config.slot_options
     assert isinstance(options, ExactOptions)
-    by_kernels = config.graph_safe and choose_permutation(config.permutation, device.type).name == "triton"
+    by_kernels = (
+        not alike and config.graph_safe and choose_permutation(config.permutation, device.type).name == "triton"
+    )
     return ExactPlanner(
         config.num_experts,
         shape.ep_size,
@@ -225,6 +231,7 @@ def exact_planner(config: DispatcherConfig, shape: MoEShape, rank: int, device: 
         min_rows=options.fewest_rows(config, device.type),
         device=device if config.graph_safe else "cpu",
         kernels=import_whole("moe_dispatch.capabilities.balance.triton_plan", "triton") if by_kernels else None,
+        alike=alike,
     )
 
 
