@@ -100,7 +100,7 @@ def main(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print versions and exit.")
     ] = False,
 ) -> None:
-    """Check, compare and measure backends that move the tokens of mixture-of-experts layers.
+    """Check, compare and measure backends that move the tokens of MoE layers.
 
     A command that needs several ranks starts them as processes on this machine. Under torchrun it runs on torchrun's
     ranks:
@@ -133,8 +133,9 @@ def doctor_command(
     moe-dispatch doctor -b hybridep --num-experts 256 --hidden 7168
     torchrun --nproc-per-node 8 --no-python moe-dispatch doctor --json
     """  # noqa: D301
-    from moe_dispatch_tools.doctor import command as doctor
-    from moe_dispatch_tools.names import load_config
+    with console.progress("load torch"):
+        from moe_dispatch_tools.doctor import command as doctor
+        from moe_dispatch_tools.names import load_config
 
     sizes = {"num_experts": num_experts, "top_k": top_k, "hidden_size": hidden}
     named = {field: size for field, size in sizes.items() if size is not None}
@@ -212,7 +213,7 @@ def plan_command(
 
     from moe_dispatch_tools.names import parse_changes, planned_backends
     from moe_dispatch_tools.plan.display import show
-    from moe_dispatch_tools.plan.forecast import forecast
+    from moe_dispatch_tools.plan.forecast import check_request, forecast
     from moe_dispatch_tools.plan.models import read_model
     from moe_dispatch_tools.plan.routing import routing_of
 
@@ -220,6 +221,7 @@ def plan_command(
     model = read_model(config, layers=layers, dtype=dtype, changes=parse_changes(changes or ()))
     source, ranks = routing_of(routing, config, model, ep_size=ep, seed=seed)
     planned = planned_backends(model.config, backends)
+    check_request(model, source, tokens=tokens, ep_size=ranks, nodes=nodes, backends=planned)
     with console.progress("count the rows of dispatches", told=True):
         found = forecast(model, source, tokens=tokens, ep_size=ranks, nodes=nodes, backends=planned)
     if as_json:
@@ -238,7 +240,7 @@ def compare_command(
     ] = None,
     backends: Backends = None,
     peers: Annotated[bool, typer.Option("--peers", help="Add the floor, torchtitan and transformers.")] = False,
-    mode: Annotated[str, option("eager, graph-safe or both.", metavar="MODES")] = "eager,graph-safe",
+    mode: Annotated[str, option("eager, graph-safe or both.", metavar="MODES", default="both")] = "eager,graph-safe",
     ranks: Annotated[
         int | None, count("Processes to start; ignored under torchrun.", default="4, or the trace's")
     ] = None,
@@ -331,7 +333,7 @@ def report_command(
     """Write a page about a trace or a run.
 
     The page is one HTML file that needs no network, no scripts and no other file. It shows the load of experts and
-    ranks over steps, padding and bytes. "moe-dispatch plan TRACE" shows what other backends and capacities would do.
+    ranks over steps, padding and bytes. The command plan shows what other backends and capacities would do.
 
     \b
     moe-dispatch report run.safetensors

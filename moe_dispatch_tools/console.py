@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ _UNLIMITED = 10_000  # columns
 
 
 def line(text: str = "", *, mark: str = "", indent: int = 0, wrap: bool = False) -> None:
-    """Print a line. Rich breaks it at words on a terminal; a file gets one line, however long, unless ``wrap``.
+    """Print a line, which breaks at words on a terminal and goes on below its text. A file gets it whole.
 
     Args:
         text: Line to print. It may have line breaks of its own.
@@ -30,7 +31,20 @@ def line(text: str = "", *, mark: str = "", indent: int = 0, wrap: bool = False)
         wrap: Whether a file gets lines of 80 columns.
     """
     shown = f"[{_COLOURS[mark]}]{mark}[/]{' ' * (_MARK_WIDTH - len(mark))}" if mark else ""
-    Console().print(" " * indent + shown + escape(text), highlight=False, soft_wrap=not (wrap or sys.stdout.isatty()))
+    console, lead = Console(), indent + (_MARK_WIDTH if mark else 0)
+    if wrap or sys.stdout.isatty():
+        text = "\n".join(_wrapped(each, console.width, lead) for each in text.splitlines())
+    console.print(" " * indent + shown + escape(text), highlight=False, soft_wrap=True)
+
+
+def _wrapped(text: str, width: int, lead: int) -> str:
+    """Break a line that stands ``lead`` columns from the left. What follows stands below its first word."""
+    own = len(text) - len(text.lstrip())
+    room = max(width - lead, 20)
+    lines = textwrap.wrap(
+        text, room, subsequent_indent=" " * own, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )
+    return ("\n" + " " * lead).join(lines)
 
 
 def counted(number: int, one: str, many: str = "") -> str:

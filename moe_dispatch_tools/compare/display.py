@@ -121,7 +121,7 @@ def draw(cases: Sequence[dict[str, Any]], path: Path) -> None:
         for case in cases
     ]
     if panels := [(title, bars) for title, bars in panels if bars]:
-        save_bars(panels, PHASES, path, xlabel="median total in ms, divided by the medians of the phases")
+        save_bars(panels, PHASES, path, xlabel="time of a step in ms: the median, divided among its phases")
 
 
 def _parts_of_total(milliseconds: dict[str, float]) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any, Literal, get_args, get_origin
 
 import torch
@@ -70,8 +71,11 @@ def run(config: DispatcherConfig, *, backend: str | None, emulated: bool, ranks:
         if name not in known_backends():
             load_backend(name)  # raises an error with a hint
     testees: dict[str, Testee] = {}
+    machine, watched = this_machine(), this_rank() == 0 and not as_json and sys.stdout.isatty()
+    if watched:  # who waits for the self-tests sees this at once
+        _show_machine(machine)
     found: Finding = {
-        "machine": this_machine(),
+        "machine": machine,
         "model": {field: getattr(config, field) for field in ("num_experts", "top_k", "hidden_size")},
         "backends": [
             _backend(config, name, release, ranks, testees)
@@ -95,6 +99,8 @@ def run(config: DispatcherConfig, *, backend: str | None, emulated: bool, ranks:
     if as_json:
         console.document(found)
     else:
+        if not watched:
+            _show_machine(machine)
         _show(found)
     passed = [one["self_test"] and one["self_test"]["passed"] for one in everything]
     return int(False in passed if backend is None else not passed[0])
@@ -176,8 +182,7 @@ def _emulations(name: str) -> tuple[str, ...]:
     return tuple(value for choice in choices if get_origin(choice) is Literal for value in get_args(choice))
 
 
-def _show(found: Finding) -> None:
-    machine, topology, model = found["machine"], found["topology"], found["model"]
+def _show_machine(machine: Finding) -> None:
     console.line(f"moe-dispatch {machine['moe_dispatch']}, Python {machine['python']}, torch {machine['torch']}")
     found_here = {name: machine[name.lower()] for name in ("CUDA", "NCCL")}
     versions = [f"{name} {version}" if version else f"no {name}" for name, version in found_here.items()]
@@ -190,6 +195,10 @@ def _show(found: Finding) -> None:
     console.line(f"CPU: {machine['cpu_cores']} cores")
     for gpu in machine["gpus"] or ("none",):
         console.line(f"GPU: {gpu}")
+
+
+def _show(found: Finding) -> None:
+    topology, model = found["topology"], found["model"]
     started = "started by torchrun" if topology["launcher"] == "torchrun" else "started here"
     console.line(
         f"ranks: {topology['ranks']} {started}, over {topology['transport']}; {topology['ranks_per_node']} per node, "

@@ -94,6 +94,46 @@ def figure(values_CP: Tensor) -> dict[str, float]:
     return {"expected": float(values_CP.mean()), "low": float(values_CP.min()), "high": float(values_CP.max())}
 
 
+def check_request(
+    model: Model,
+    source: RoutingSource,
+    *,
+    tokens: int | None,
+    ep_size: int,
+    nodes: int | None,
+    backends: Sequence[NamedBackend],
+) -> tuple[int, int]:
+    """Check the arguments of ``forecast`` before it counts, which takes long. Return ``tokens`` and ``nodes``.
+
+    Raises:
+        ConfigError: Two numbers do not fit each other, for any backend; or there is no such backend or option.
+    """
+    config, nodes = model.config, nodes or ep_size // math.gcd(ep_size, _RANKS_PER_NODE)
+    if source.tokens is not None and tokens is not None:
+        raise ConfigError("plan: a recorded routing decides the rows of a rank. Leave out --tokens.")
+    tokens = tokens or source.tokens or config.max_tokens_per_rank
+    if tokens is None:
+        raise ConfigError("plan: the number of rows of a rank is not given. Give --tokens, or set max_tokens_per_rank.")
+    if ep_size % nodes:
+        raise ConfigError(
+            f"plan: ep ({ep_size}) must be divisible by nodes ({nodes}). Give the number of nodes of one group."
+        )
+    if config.max_tokens_per_rank is not None and tokens > config.max_tokens_per_rank:
+        raise ConfigError(
+            f"plan: a rank must bring at most max_tokens_per_rank ({config.max_tokens_per_rank}) rows, got {tokens}. "
+            "Raise max_tokens_per_rank, or plan fewer tokens."
+        )
+    if ep_size * config.num_experts > _MOST_LOADS:
+        raise ConfigError(
+            f"plan: ep ({ep_size}) times num_experts ({config.num_experts}) must be at most {_MOST_LOADS}. Plan fewer "
+            "ranks or experts."
+        )
+    shape_of(config, ep_size, ep_size // nodes)
+    for named in backends:
+        _loaded(named)
+    return tokens, nodes
+
+
 def forecast(
     model: Model,
     source: RoutingSource,
@@ -118,28 +158,10 @@ def forecast(
         by slot: those of a copy belong to the rank of the copy.
 
     Raises:
-        ConfigError: Two numbers do not fit each other, for any backend.
+        ConfigError: As for ``check_request``.
     """
-    config, nodes = model.config, nodes or ep_size // math.gcd(ep_size, _RANKS_PER_NODE)
-    if source.tokens is not None and tokens is not None:
-        raise ConfigError("plan: a recorded routing decides the rows of a rank. Leave out --tokens.")
-    tokens = tokens or source.tokens or config.max_tokens_per_rank
-    if tokens is None:
-        raise ConfigError("plan: the number of rows of a rank is not given. Give --tokens, or set max_tokens_per_rank.")
-    if ep_size % nodes:
-        raise ConfigError(
-            f"plan: ep ({ep_size}) must be divisible by nodes ({nodes}). Give the number of nodes of one group."
-        )
-    if config.max_tokens_per_rank is not None and tokens > config.max_tokens_per_rank:
-        raise ConfigError(
-            f"plan: a rank must bring at most max_tokens_per_rank ({config.max_tokens_per_rank}) rows, got {tokens}. "
-            "Raise max_tokens_per_rank, or plan fewer tokens."
-        )
-    if ep_size * config.num_experts > _MOST_LOADS:
-        raise ConfigError(
-            f"plan: ep ({ep_size}) times num_experts ({config.num_experts}) must be at most {_MOST_LOADS}. Plan fewer "
-            "ranks or experts."
-        )
+    tokens, nodes = check_request(model, source, tokens=tokens, ep_size=ep_size, nodes=nodes, backends=backends)
+    config = model.config
     shape = shape_of(config, ep_size, ep_size // nodes)
     home = dataclasses.replace(shape, num_experts=config.num_experts)  # without spare expert slots
 
@@ -193,21 +215,15 @@ def _backend_plans(
 
     All numbers of a plan are None if the backend refuses the config, and its bytes if it cannot say them.
 
-    Raises:
-        ConfigError: There is no such backend or option.
     """
     empty = ("rows_per_rank", "rank_padding", "row_multiple", "buffers", "sent", "row_dtypes", "forward")
     plan = {"name": named.label, "rules": "", "refused": None, **dict.fromkeys((*empty, "backward", "between_nodes"))}
     plan["payload_only"] = None
-    try:
-        cls = named.load()
-        spec, options = named.spec(), cls.model_validate(named.options)
-    except (BackendUnavailableError, ConfigError) as error:
-        # One that is installed is listed with the reason, whatever its package has done. A typing error is the user's.
-        if isinstance(error, ConfigError) and (named.options or named.where not in known_backends()):
-            raise
-        yield plan | {"refused": str(error)}
+    loaded = _loaded(named)
+    if isinstance(loaded, str):
+        yield plan | {"refused": loaded}
         return
+    cls, spec, options = loaded
     found = counted(getattr(options, "ranks_per_node", None) or per_node)
     try:
         config = found.config.replace(backend=spec)
@@ -228,6 +244,22 @@ def _backend_plans(
         yield plan | told | _numbers(rules, config, found, layers, devices=frozenset({"cuda"}))
     if cls.name not in _RELEASES:
         yield plan | {"refused": absent}
+
+
+def _loaded(named: NamedBackend) -> tuple[type[BackendOptions], dict[str, Any], BackendOptions] | str:
+    """Return the options class of a backend, the value for a config, and the options; or why it cannot be loaded.
+
+    Raises:
+        ConfigError: There is no such backend or option, by an error of the user.
+    """
+    try:
+        cls = named.load()
+        return cls, named.spec(), cls.model_validate(named.options)
+    except (BackendUnavailableError, ConfigError) as error:
+        # One that is installed is listed with the reason, whatever its package has done. A typing error is the user's.
+        if isinstance(error, ConfigError) and (named.options or named.where not in known_backends()):
+            raise
+        return str(error)
 
 
 def _numbers(

@@ -23,6 +23,7 @@ from moe_dispatch import __version__
 from moe_dispatch.backends import known_backends
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing import RankFailed
+from moe_dispatch_tools import console
 from moe_dispatch_tools.app import app
 from moe_dispatch_tools.place import Place
 from moe_dispatch_tools.ranks import Send, num_ranks, on_ranks
@@ -55,12 +56,16 @@ def model(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_version_and_help(command: Command) -> None:
+def test_version_and_help(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.match(rf"moe-dispatch {re.escape(__version__)}, Python [\d.]+, torch \d", command("--version").out)
     answer = command("--help")
     assert answer.status == 0
     assert all(re.search(rf"^  {name} ", answer.out, re.MULTILINE) for name in COMMANDS)
     assert "--install-completion" in answer.out
+    for width in ("80", "120"):
+        monkeypatch.setenv("COLUMNS", width)
+        pages = [command(*name, "--help").out for name in ([], *([name] for name in COMMANDS))]
+        assert not re.findall(r"\w+-$", "\n".join(pages), re.MULTILINE), "no word breaks at its hyphen"
     for name in COMMANDS:
         examples = re.findall(rf"^ *(moe-dispatch {name}.*)$", command(name, "--help").out, re.MULTILINE)
         assert len(examples) >= 3
@@ -201,6 +206,9 @@ REFUSED = [
     ),
     ("plan MODEL --tokens 4 --set top_k", r"--set must be FIELD=VALUE or .*, got 'top_k'"),
     ("plan MODEL --tokens 4 --routing none.safetensors", r"none.safetensors must be an existing"),
+    ("plan MODEL --tokens 4 --ep 8 --nodes 3", r"plan: ep \(8\) must be divisible by nodes \(3\)"),
+    ("plan MODEL --tokens 4 -b altoall", r"Unknown backend 'altoall'"),
+    ("report out/run/rank0.jsonl", r"report: pass the directory of the run, out/run, not the file of one rank"),
     ("plan MODEL --tokens 4 --ep 3", r"num_experts \(16\) must be divisible by ep_size \(3\)"),
     ("plan MODEL --tokens 4 -b alltoall+balance=exact", r"balance: Extra inputs are not permitted"),
 ]
@@ -213,6 +221,7 @@ def test_wrong_requests_are_refused(words: str, told: str, command: Command, tmp
     model.write_text('{"num_experts": 16, "top_k": 4, "hidden_size": 64}')
     answer = command(*words.replace("MODEL", str(model)).split())
     assert (answer.status, answer.out) == (2, "")
+    assert answer.error.startswith(("Error: ", "CONFIG is", "random")), "nothing begins before it is refused"
     assert re.search(f"^Error: .*{told}", answer.error, re.MULTILINE), answer.error
 
 
@@ -345,3 +354,16 @@ def test_doctor_in_two_pods(in_a_pod: Callable[..., None]) -> None:
     (out, error), others = [pod.communicate(timeout=300) for pod in pods]
     assert ([pod.returncode for pod in pods], others[0]) == ([0, 0], ""), (error, others)
     assert [backend["self_test"]["ranks"] for backend in json.loads(out)["backends"]] == [2]
+
+
+def test_what_follows_a_break_stands_below_its_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    console.line("alltoall: " + "graph-safe mode and " * 6, mark="ok", indent=2, wrap=True)
+    console.line("on 2 ranks: " + "supports torch.compile; " * 4, indent=11, wrap=True)
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("  ok     alltoall: graph-safe mode")
+    assert {len(line) - len(line.lstrip()) for line in rest[:2]} == {9}
+    assert {len(line) - len(line.lstrip()) for line in rest[3:]} == {11}
+    assert max(map(len, [first, *rest])) <= 60
