@@ -140,6 +140,24 @@ class _WithoutIdleGarbage(torch.autograd.Function):
         return grad.masked_fill(_is_idle(offs, grad), 0), None
 
 
+def wanted(ctx: Any, number: int) -> bool:
+    """Return whether this pass of the backward goes on behind an argument of an autograd function, a tensor.
+
+    ``ctx.needs_input_grad`` is that of the forward in every pass. Schedules of pipelines compute the gradients of
+    inputs in one pass and those of weights in another.
+
+    Args:
+        ctx: Context of the function, in its backward.
+        number: Number of the argument. The arguments before it must be tensors too.
+    """
+    if not ctx.needs_input_grad[number]:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(ctx.next_functions[number][0]))
+    except RuntimeError:  # a leaf whose gradient torch.autograd.grad was asked for
+        return True
+
+
 class _GroupedMM(torch.autograd.Function):
     """Torch's grouped GEMM, with a gradient of the matrices that reads no padding: 0 times NaN would be NaN."""
 
@@ -154,9 +172,9 @@ class _GroupedMM(torch.autograd.Function):
         rows, weights, offs, padding = ctx.saved_tensors
         grad = dense(grad)  # torch's grouped GEMM refuses the expanded gradient of a sum
         grad_rows = grad_weights = None
-        if ctx.needs_input_grad[0]:
+        if wanted(ctx, 0):
             grad_rows = torch_grouped_mm(grad, weights.transpose(1, 2), offs)
-        if ctx.needs_input_grad[1]:
+        if wanted(ctx, 1):
             grad_weights = matrix_gradient(rows, grad, offs, padding)
         return grad_rows, grad_weights, None, None
 

@@ -17,6 +17,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.capabilities.lean import last
 from moe_dispatch.communication import Communicator
+from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.lean import first_mm, last_mm, swiglu
 from tests.dispatchers.layer import Group, on_ranks
 from tests.lean.layer import HIDDEN, NUM_EXPERTS, TOP_K, whole_layer
@@ -28,8 +29,11 @@ CUT = [3, 0, 8, 2]
 class Layer(nn.Module):
     """A router, lean experts and a residual, with its parts of a whole layer."""
 
-    def __init__(self, group: Group, *, deliver: str, frozen: bool = False, **fields: Any) -> None:
+    def __init__(
+        self, group: Group, *, deliver: str, frozen: bool = False, is_lean: bool = True, **fields: Any
+    ) -> None:
         super().__init__()
+        self.is_lean = is_lean
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         whole = whole_layer(1, seed=3)
         gate, up, down, *_, bias = (matrix.chunk(size)[rank].float() for matrix in whole.matrices)
@@ -43,6 +47,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = (x @ self.router).softmax(1).topk(TOP_K)
         sent = self.dispatcher.dispatch(x, Routing(ids, weights))
+        if not self.is_lean:
+            gate, up = (sent.grouped_mm(sent.rows, matrix) for matrix in (self.gate, self.up))
+            return x + self.dispatcher.combine(sent.grouped_mm(swiglu(gate, up), self.down), sent)
         out = last_mm(sent, first_mm(sent, self.gate, self.up), self.down, self.bias, activation=swiglu)
         return x + self.dispatcher.combine(out, sent)
 
@@ -85,7 +92,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 
 def two_passes(
-    deliver: str, counted: Counted, *, by_torch: bool, frozen: bool = False, **fields: Any
+    deliver: str, counted: Counted, *, by_torch: bool, frozen: bool = False, is_lean: bool = True, **fields: Any
 ) -> dict[str, dict[str, int]]:
     """Compare the gradients of one backward and of two passes. Return what each pass of every rank did."""
     whole = whole_layer(sum(CUT), seed=3)
@@ -94,11 +101,12 @@ def two_passes(
         rank = group.rank()
         found = []
         for split in (False, True):
-            layer = Layer(group, deliver=deliver, frozen=frozen, **fields)
+            layer = Layer(group, deliver=deliver, frozen=frozen, is_lean=is_lean, **fields)
             x = whole.x.float().split(CUT)[rank].clone().requires_grad_()
             upstream = whole.upstream.float().split(CUT)[rank]
             z = x * 1.5
             parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+            parameters = [each for each in parameters if is_lean or each is not layer.bias]
             y = layer(z)
 
             if not split:
@@ -145,6 +153,12 @@ def test_the_passes_of_torch_make_nothing_twice(deliver: str, mode: str, counted
     assert found == {"inputs": {"exchanges": 2, "products": 3 + 1}, "weights": {"products": 3 + 1}}
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_plain_products_are_not_made_twice(mode: str, counted: Counted) -> None:
+    found = two_passes("rows", counted, by_torch=True, is_lean=False, **MODES[mode])
+    assert found == {"inputs": {"exchanges": 2, "products": 3}, "weights": {"products": 3}}
+
+
 def test_the_pass_for_weights_from_the_output_exchanges_only_the_gradient(counted: Counted) -> None:
     """From the output, the gradient must reach the experts once more, but no row goes home."""
     found = two_passes("packets", counted, by_torch=False)
@@ -170,3 +184,48 @@ def test_a_second_exchange_is_noticed(counted: Counted, monkeypatch: pytest.Monk
     monkeypatch.setattr(last._OfMatrix, "backward", staticmethod(exchanging))
     found = two_passes("packets", counted, by_torch=True)
     assert found["weights"] == {"exchanges": 1, "products": 3 + 1}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_of_slots_are_fetched_once_more_and_reduced_in_the_pass_for_weights(
+    mode: str, counted: Counted
+) -> None:
+    """The pass for inputs brings the weights of copies back; that for weights only brings their gradients home."""
+    whole, fields = whole_layer(sum(CUT), seed=3), MODES[mode]
+    config = lean_config(balance="exact" if "graph_safe" in fields else {"name": "exact", "min_rows": 0}, **fields)
+    copied = Counter[int]()
+
+    def body(group: Group) -> dict[str, dict[str, int]]:
+        rank = group.rank()
+        found: list[list[Tensor]] = []
+        for split in (False, True):
+            dispatcher, slots = (dispatcher := build_dispatcher(config, group)), SlotWeights(dispatcher)
+            matrices = [nn.Parameter(each.chunk(len(CUT))[rank].float().clone()) for each in whole.matrices[:3]]
+            x = whole.x.float().split(CUT)[rank].clone().requires_grad_()
+            routing = Routing(whole.ids.split(CUT)[rank] % 3, whole.weights.float().split(CUT)[rank])
+            upstream = whole.upstream.float().split(CUT)[rank]
+
+            def experts(part: Any, gate: Tensor, up: Tensor, down: Tensor) -> Any:
+                copied[rank] += 1
+                return last_mm(part, first_mm(part, gate, up), down, activation=swiglu)
+
+            sent, outputs = slots.run(dispatcher.dispatch(x * 1.5, routing), experts, *matrices)
+            y = dispatcher.combine(outputs, sent)
+            if split:
+                with counted.during("inputs"):
+                    _, groups = stage_backward_input([y], [upstream], [x], iter(matrices))
+                with counted.during("weights"):
+                    stage_backward_weight(iter(matrices), groups)
+            else:
+                y.backward(upstream)
+            grads = [x.grad, *(matrix.grad for matrix in matrices)]
+            found.append([torch.zeros(0) if grad is None else grad for grad in grads])
+            dispatcher.close()
+        for its, mine in zip(*found, strict=True):
+            torch.testing.assert_close(mine, its)
+        return {phase: counted.of(phase) for phase in ("inputs", "weights")}
+
+    counts = on_ranks(body, len(CUT))
+    assert [each["inputs"].get("exchanges") for each in counts] == [3] * len(CUT)
+    assert [each["weights"].get("exchanges") for each in counts] == [1] * len(CUT)
+    assert "graph_safe" in fields or max(copied.values()) > 2  # a rank with copies calls its experts twice

@@ -125,7 +125,14 @@ class SlotWeights:
             recomputed = is_recomputation()  # its backward follows
             told = torch.zeros(2, dtype=torch.uint8, device="cpu")[int(recomputed) :][:1]
             first, again = buffer_BW.view(-1)[:1], (lease, moves, tuple(buffer_BW.shape))
-            outputs = _Leave.apply(outputs, landed.in_graph, slot, first, told, again, *stacked)  # type: ignore[no-untyped-call]
+            kept = [weight.detach() for weight in stacked]
+
+            def left(outputs: Tensor) -> Tensor:
+                # The node that fetches comes before those that lead to weights, so a pass for weights fetches nothing.
+                tied = tie(outputs, slot)
+                return _Leave.apply(tied, landed.in_graph, first, told, again, *kept)  # type: ignore[no-any-return, no-untyped-call]
+
+            outputs = left(outputs) if isinstance(outputs, Tensor) else outputs.with_edge(left)
             if not recomputed and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
                 buffer_BW.untyped_storage().resize_(0)
         return landed, outputs
@@ -254,6 +261,8 @@ def _run_parts(
         experts(_part(landed, some, rows, shares, begin), *weights)
         for (weights, some, rows, shares), begin in zip(parts, (0, of_own), strict=True)
     ]
+    if not isinstance(outputs[0], Tensor):
+        return outputs[0].joined(outputs)
     return torch.cat(outputs) if landed.quantised is None else landed.quantised.joined(outputs)
 
 
@@ -267,10 +276,12 @@ def _part(landed: Dispatched, some: slice, rows: Tensor, weights: Tensor, begin:
     its_rows, carried = slice(begin, begin + len(rows)), landed.carried
     if quantised is not None:
         quantised = quantised.part(its_rows, tokens_per_expert, rows)
+    packets = None if landed.packets is None else landed.packets.of_part(its_rows)
     return dataclasses.replace(
         landed,
         in_graph=rows,
         quantised=quantised,
+        packets=packets,
         carried=None if carried is None else {name: values[its_rows] for name, values in carried.items()},
         weights=weights,
         tokens_per_expert=tokens_per_expert,
@@ -424,7 +435,7 @@ def _width(stacked: Sequence[Tensor]) -> int:
 class _Leave(torch.autograd.Function):
     """Return the outputs of experts. The backward fetches the weights again, unless a recomputation has done so.
 
-    ``rows_RD`` and a tensor of slots connect every rank to the exchanges of the backward.
+    ``rows_RD`` connects every rank to the second fetch.
 
     All ranks must decide alike whether they fetch. ``told`` decides: it is the first of two bytes in a first forward,
     and the second one in a recomputation, which puts its own tensor in the place of the saved one. A copy that hooks
@@ -438,7 +449,6 @@ class _Leave(torch.autograd.Function):
         ctx: Any,
         outputs: Tensor,
         rows_RD: Tensor,
-        slot: Tensor,
         first: Tensor,
         told: Tensor,
         again: tuple[Lease, Moves, tuple[int, int]],
@@ -462,4 +472,4 @@ class _Leave(torch.autograd.Function):
                 # ``data`` has no version of its own to change, so autograd takes the weights for those that it saved.
                 buffer_BW = first.data.as_strided((rows, width), (width, 1), 0)
             _exchange(lease.enter(), moves, stacked, into=buffer_BW)()
-        return grad, *[None] * (5 + len(stacked))
+        return grad, *[None] * (4 + len(stacked))

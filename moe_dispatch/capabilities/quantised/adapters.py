@@ -22,7 +22,7 @@ from moe_dispatch.capabilities.quantised.formats import FORMATS, Mxfp8, quantise
 from moe_dispatch.capabilities.quantised.rows import QuantisedRows, quantised_form, widen
 from moe_dispatch.dispatched import Dispatched
 from moe_dispatch.errors import InputError, StateError
-from moe_dispatch.permutation.grouped_mm import ALIGNED_BYTES, experts_of_rows, grouped_mm, matrix_gradient
+from moe_dispatch.permutation.grouped_mm import ALIGNED_BYTES, experts_of_rows, grouped_mm, matrix_gradient, wanted
 from moe_dispatch.permutation.index import round_up
 from moe_dispatch.permutation.strides import dense
 
@@ -283,9 +283,9 @@ class _Gemm(torch.autograd.Function):
         values, scales, weights = ctx.saved_tensors
         grad = dense(grad.to(weights.dtype))
         grad_rows = grad_weights = None
-        if ctx.needs_input_grad[0]:
+        if wanted(ctx, 0):
             grad_rows = grouped_mm(grad, weights.transpose(1, 2), ctx.offs).to(ctx.dtype)
-        if ctx.needs_input_grad[1]:
+        if wanted(ctx, 1):
             rows = widen((values, scales), weights.dtype)
             width = grad.shape[1]
             grad = F.pad(grad, (0, -width % (ALIGNED_BYTES // grad.element_size())))
