@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-BACKENDS = ("allgather", "alltoall", "deepep", "hybridep", "local", "nccl_ep")
+BACKENDS = ("allgather", "alltoall", "alltoall_by_node", "deepep", "hybridep", "local", "nccl_ep")
 
 
 def count(text: str, *, default: str | bool = True, least: int = 1) -> Any:

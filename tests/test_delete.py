@@ -37,19 +37,28 @@ LAYER = f"(lambda d: lambda x: d.dispatch(x, {ROUTING}).rows)(build_dispatcher({
 EXPERTS = f"(lambda sent: lambda x: sent.per_expert([torch.relu] * 8))({SENT})"
 # What a user writes to get the capability of a folder, and the error without it.
 CAPABILITIES: dict[str, list[tuple[str, str]]] = {
+    "backends/alltoall_by_node": [
+        (
+            CONFIG.format("'alltoall_by_node'"),
+            "BackendUnavailableError: Backend 'alltoall_by_node' cannot be used here: its import raised "
+            "ModuleNotFoundError: No module named 'moe_dispatch.backends.alltoall_by_node'. Repair its package, or "
+            "choose one of: allgather, alltoall, deepep, hybridep, local, nccl_ep.",
+        )
+    ],
     "backends/deep_ep": [
         (
             CONFIG.format(f"{name!r}"),
             f"BackendUnavailableError: Backend {name!r} cannot be used here: its import raised ModuleNotFoundError: "
             "No module named 'moe_dispatch.backends.deep_ep'. Repair its package, or choose one of: allgather, "
-            "alltoall, local, nccl_ep.",
+            "alltoall, alltoall_by_node, local, nccl_ep.",
         )
         for name in ("deepep", "hybridep")
     ]
     + [
         (
             CONFIG.format("'alltoal'"),
-            "ConfigError: Unknown backend 'alltoal'. Known backends: allgather, alltoall, local, nccl_ep.",
+            "ConfigError: Unknown backend 'alltoal'. Known backends: allgather, alltoall, alltoall_by_node, local, "
+            "nccl_ep.",
         )
     ],
     "backends/nccl_ep": [
@@ -57,7 +66,7 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             CONFIG.format("'nccl_ep'"),
             "BackendUnavailableError: Backend 'nccl_ep' cannot be used here: its import raised ModuleNotFoundError: "
             "No module named 'moe_dispatch.backends.nccl_ep'. Repair its package, or choose one of: allgather, "
-            "alltoall, deepep, hybridep, local.",
+            "alltoall, alltoall_by_node, deepep, hybridep, local.",
         )
     ],
     "capabilities/balance": [
@@ -225,7 +234,7 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
 OTHER_ERRORS = [
     (CONFIG.format("'alltoal'"), "ConfigError: Unknown backend 'alltoal'. Known backends: "),
     (CONFIG.format("'alltoall', reductions='exact'"), "ConfigError: DispatcherConfig: reductions: "),
-    (CONFIG.format("'allgather', levels=2"), "ConfigError: DispatcherConfig: levels: "),
+    (CONFIG.format("'allgather', pair_rows=2"), "ConfigError: DispatcherConfig: pair_rows: "),
 ]
 
 

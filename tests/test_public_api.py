@@ -10,6 +10,7 @@ import pytest
 import moe_dispatch
 from moe_dispatch import Dispatched, Plan, Routing, backends, dispatchers, errors
 from moe_dispatch.backends.alltoall.options import AllToAllOptions
+from moe_dispatch.backends.alltoall_by_node.options import AllToAllByNodeOptions
 from moe_dispatch.backends.base import Arrived, BackendOptions, MoEShape
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
@@ -23,7 +24,8 @@ OPTIONS: dict[type[BackendOptions], str] = {
     HybridEPOptions: """
         num_sms_dispatch num_sms_combine num_blocks_permute num_blocks_unpermute fuse_permute ranks_per_domain emulate
     """,
-    AllToAllOptions: "reduction pair_rows levels ranks_per_node",
+    AllToAllOptions: "reduction pair_rows",
+    AllToAllByNodeOptions: "reduction ranks_per_node",
     LocalOptions: "reduction",
 }
 VALUES = (

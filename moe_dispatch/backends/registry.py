@@ -18,13 +18,14 @@ from moe_dispatch.seams.plug_ins import Rejected, Usable, has_code
 ENTRY_POINT_GROUP = "moe_dispatch.backends"
 AUTO = "auto"
 # For editors, which offer these names; names of other backends are as good.
-BackendName = Literal["auto", "local", "allgather", "alltoall", "deepep", "hybridep", "nccl_ep"]
+BackendName = Literal["auto", "local", "allgather", "alltoall", "alltoall_by_node", "deepep", "hybridep", "nccl_ep"]
 
 _KIND = "a subclass of moe_dispatch.backends.BackendOptions with all of its methods"
 _PATHS = {
     "local": "moe_dispatch.backends.local:LocalOptions",
     "allgather": "moe_dispatch.backends.allgather:AllGatherOptions",
     "alltoall": "moe_dispatch.backends.alltoall.options:AllToAllOptions",
+    "alltoall_by_node": "moe_dispatch.backends.alltoall_by_node.options:AllToAllByNodeOptions",
     "deepep": "moe_dispatch.backends.deep_ep.deepep:DeepEPOptions",
     "hybridep": "moe_dispatch.backends.deep_ep.hybridep:HybridEPOptions",
     "nccl_ep": "moe_dispatch.backends.nccl_ep.backend:NcclEPOptions",

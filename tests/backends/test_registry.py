@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_dispatch import DispatcherConfig, _extension_points
+from moe_dispatch import DispatcherConfig
 from moe_dispatch.backends import (
     Backend,
     BackendContext,
@@ -22,6 +22,7 @@ from moe_dispatch.backends import (
     registry,
 )
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
+from moe_dispatch.seams import extension_points
 
 BUILT_IN = ["allgather", "alltoall", "local"]
 
@@ -69,7 +70,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
             assert group == "moe_dispatch.backends"
             return points
 
-        monkeypatch.setattr(_extension_points, "entry_points", listed)
+        monkeypatch.setattr(extension_points, "entry_points", listed)
 
     monkeypatch.setattr(registry, "_LOADED", {})  # later tests must not find what was loaded under these names
     entry_points()

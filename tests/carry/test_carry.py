@@ -36,7 +36,7 @@ E, K, D = 16, 3, 256
 COUNTS = (5, 0, 9, 3)
 EXPANDED: dict[str, Any] = {**V25, "expand": True}
 EVERY_COPY = {"name": "exact", "min_rows": 0}
-EXACT, TWO_LEVELS = {"name": "alltoall", "reduction": "exact"}, {"name": "alltoall", "levels": 2, "ranks_per_node": 2}
+EXACT, BY_NODE = {"name": "alltoall", "reduction": "exact"}, {"name": "alltoall_by_node", "ranks_per_node": 2}
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 12}
 Batch = tuple[Tensor, Routing, dict[str, Tensor]]
 
@@ -96,14 +96,14 @@ def in_dense_order(size: int, rank: int, pad_multiple: int, counts: tuple[int, .
     return found
 
 
-BACKENDS: list[Any] = ["local", "allgather", "alltoall", EXACT, TWO_LEVELS, V1, V2, V25, EXPANDED, HYBRID, RAGGED]
+BACKENDS: list[Any] = ["local", "allgather", "alltoall", EXACT, BY_NODE, V1, V2, V25, EXPANDED, HYBRID, RAGGED]
 
 
 @pytest.mark.parametrize("pad_multiple", [1, 8])
 @pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_each_row_carries_the_number_of_its_token(backend: Any, fields: dict[str, Any], pad_multiple: int) -> None:
-    if fields and backend in (EXACT, TWO_LEVELS, EXPANDED):
+    if fields and backend in (EXACT, BY_NODE, EXPANDED):
         pytest.skip("not graph-safe")
     size = 1 if backend == "local" else 4
 
@@ -168,9 +168,9 @@ def test_layouts(backend: Any, fields: dict[str, Any], planned: bool, name: str)
 
 
 @pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
-@pytest.mark.parametrize("backend", ["allgather", "alltoall", TWO_LEVELS, V25, RAGGED], ids=str)
+@pytest.mark.parametrize("backend", ["allgather", "alltoall", BY_NODE, V25, RAGGED], ids=str)
 def test_copies_of_experts(backend: Any, fields: dict[str, Any]) -> None:
-    if fields and backend == TWO_LEVELS:
+    if fields and backend == BY_NODE:
         pytest.skip("not graph-safe")
 
     def body(group: Group) -> None:
@@ -322,10 +322,10 @@ def test_a_subclass_that_is_called(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
-@pytest.mark.parametrize("backend", ["allgather", "alltoall", EXACT, TWO_LEVELS], ids=str)
+@pytest.mark.parametrize("backend", ["allgather", "alltoall", EXACT, BY_NODE], ids=str)
 def test_packets_bring_it_without_another_collective(backend: Any, fields: dict[str, Any]) -> None:
     """The metrics count its bytes: a packet of 530 bytes has 544, and with 36 more 576."""
-    if fields and backend in (EXACT, TWO_LEVELS):
+    if fields and backend in (EXACT, BY_NODE):
         pytest.skip("not graph-safe")
 
     def body(group: Group) -> None:

@@ -47,7 +47,9 @@ def test_a_backend_without_a_form_is_told_what_to_register() -> None:
         dispatcher.dispatch(inputs[0], Routing(*inputs[1:]))
         with pytest.raises(Exception, match="Mine: a backend that declares compilable must turn its routes into"):
             torch.compile(layer_of(dispatcher), fullgraph=True, backend="eager")(*inputs)
-        with pytest.raises(StateError, match=r"Register a RouteForm with form_of of moe_dispatch\.compiling\.routes"):
+        with pytest.raises(
+            StateError, match=r"Register a RouteForm with form_of of moe_dispatch\.capabilities\.compiling\.routes"
+        ):
             load_form(dispatcher._channel.backend)
 
 

@@ -202,7 +202,7 @@ def test_a_yaml_file_of_aliases_that_stand_for_a_billion_words(tmp_path: Path) -
     """Writing the value out, in our text or in the text of pydantic's error under it, would take minutes."""
     words = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     words += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 9)]
-    fields = "top_k: *a8\nconstraints: {max_rows: *a8}\nbackend: {name: alltoall, levels: *a8}\n"
+    fields = "top_k: *a8\nconstraints: {max_rows: *a8}\nbackend: {name: alltoall, pair_rows: *a8}\n"
     path = _write(tmp_path, "moe.yaml", "\n".join(words) + "\n" + fields)
     with pytest.raises(ConfigError, match=r"top_k: Input should be a valid integer, got \[\[\[\.\.\.\]") as caught:
         DispatcherConfig.load(path)

@@ -26,7 +26,7 @@ OLDER_RELEASES: tuple[BackendSpec, ...] = (
 # Options with which a backend runs other code. Each variant runs all scenarios, as a backend of its own.
 VARIANTS: tuple[BackendSpec, ...] = (
     {"name": "alltoall", "reduction": "exact"},
-    {"name": "alltoall", "levels": 2, "ranks_per_node": 2},
+    {"name": "alltoall_by_node", "ranks_per_node": 2},
     {"name": "strict", "inner": "allgather"},
     {"name": "deepep", "emulate": "v1.2.1"},
     {"name": "deepep", "emulate": "v2.5.0"},
@@ -70,4 +70,6 @@ def _write_metadata(folder: Path) -> None:
 
 
 with more_backends():
-    BACKENDS: tuple[BackendSpec, ...] = (*known_backends(), *VARIANTS)
+    # Without nodes, ``alltoall_by_node`` opens ``alltoall``.
+    _NAMES = [name for name in known_backends() if name != "alltoall_by_node"]
+    BACKENDS: tuple[BackendSpec, ...] = (*_NAMES, *VARIANTS)

@@ -1,4 +1,4 @@
-"""``alltoall``: bytes between nodes, nodes and refusals of ``levels=2``, and what overlaps with collectives."""
+"""``alltoall``: bytes between nodes, nodes and refusals of ``alltoall_by_node``, and what overlaps with collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.backends.alltoall.two_level import Nodes
+from moe_dispatch.backends.alltoall_by_node.backend import Nodes
 from moe_dispatch.communication import Communicator
 from moe_dispatch.permutation import round_up
 from moe_dispatch.seams.group_observers import Work
@@ -31,8 +31,8 @@ from tests.dispatchers.layer import (
 EXPERTS, SLOTS, HIDDEN, ROWS = 16, 6, 64, 40
 
 
-def two_levels(ranks_per_node: int, **options: Any) -> dict[str, Any]:
-    return {"name": "alltoall", "levels": 2, "ranks_per_node": ranks_per_node, **options}
+def by_node(ranks_per_node: int, **options: Any) -> dict[str, Any]:
+    return {"name": "alltoall_by_node", "ranks_per_node": ranks_per_node, **options}
 
 
 def routing(rank: int) -> Routing:
@@ -59,7 +59,7 @@ def test_bytes_between_nodes_are_those_of_distinct_pairs_of_a_row_and_a_node(siz
     shape = {"num_experts": EXPERTS, "top_k": SLOTS, "hidden_size": HIDDEN}
 
     def body(group: Group) -> dict[str, int]:
-        dispatcher = build_dispatcher(small_config(two_levels(per_node), **shape), group)
+        dispatcher = build_dispatcher(small_config(by_node(per_node), **shape), group)
         way, x = routing(group.rank()), random_rows(ROWS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
         sent = dispatcher.dispatch(x, Routing(way.topk_ids, way.topk_weights.requires_grad_()))
         dispatcher.combine(sent.rows, sent).sum().backward()
@@ -78,14 +78,14 @@ def test_bytes_between_nodes_are_those_of_distinct_pairs_of_a_row_and_a_node(siz
 @pytest.mark.parametrize(
     ("hosts", "options", "told"),
     [
-        ("aabb", {}, "levels=2, ranks per node: 2 (detected), nodes: 2."),
-        ("aabbbb", {}, "levels=2, ranks per node: 2 (detected), nodes: 3."),
-        ("aaaa", {}, "levels=2, ranks per node: 4 (detected), ranks: 4, so it works as levels=1."),
-        ("aaab", {}, "levels=2, ranks per node: 1 (detected), ranks: 4, so it works as levels=1."),
-        ("aaaa", {"ranks_per_node": 2}, "levels=2, ranks per node: 2 (configured), nodes: 2."),
-        ("abab", {}, "levels=2, ranks per node: 1 (detected), ranks: 4, so it works as levels=1."),
-        ("aaaabb", {}, "levels=2, ranks per node: 2 (detected), nodes: 3."),
-        ("aa", {"ranks_per_node": 8}, "levels=2, ranks per node: 2 (configured), ranks: 2, so it works as levels=1."),
+        ("aabb", {}, "ranks per node: 2 (detected), nodes: 2."),
+        ("aabbbb", {}, "ranks per node: 2 (detected), nodes: 3."),
+        ("aaaa", {}, "ranks per node: 4 (detected), ranks: 4, so it works as 'alltoall'."),
+        ("aaab", {}, "ranks per node: 1 (detected), ranks: 4, so it works as 'alltoall'."),
+        ("aaaa", {"ranks_per_node": 2}, "ranks per node: 2 (configured), nodes: 2."),
+        ("abab", {}, "ranks per node: 1 (detected), ranks: 4, so it works as 'alltoall'."),
+        ("aaaabb", {}, "ranks per node: 2 (detected), nodes: 3."),
+        ("aa", {"ranks_per_node": 8}, "ranks per node: 2 (configured), ranks: 2, so it works as 'alltoall'."),
     ],
 )
 def test_nodes_are_detected_by_host_name_or_configured(
@@ -95,21 +95,21 @@ def test_nodes_are_detected_by_host_name_or_configured(
 
     def body(group: Group) -> bool:
         sizes = {"num_experts": 12, "top_k": 2, "hidden_size": 16}
-        dispatcher = build_dispatcher(small_config({"name": "alltoall", "levels": 2, **options}, **sizes), group)
+        dispatcher = build_dispatcher(small_config({"name": "alltoall_by_node", **options}, **sizes), group)
         identity_round(dispatcher)
         return any("within_node" in label for label in dispatcher.metrics().collectives)
 
     with caplog.at_level(logging.INFO, "moe_dispatch"):
         used = on_ranks(body, len(hosts))
-    assert [record.message for record in caplog.records if "levels=2" in record.message] == [
-        f"backend 'alltoall': {told}"
+    assert [record.message for record in caplog.records if "ranks per node" in record.message] == [
+        f"backend 'alltoall_by_node': {told}"
     ]
-    assert used == ["levels=1" not in told] * len(hosts)
+    assert used == ["works as" not in told] * len(hosts)
 
 
 def test_rows_of_an_expert_are_in_the_order_of_their_senders(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(group: Group) -> Tensor:
-        dispatcher = build_dispatcher(small_config(two_levels(2), top_k=1), group)
+        dispatcher = build_dispatcher(small_config(by_node(2), top_k=1), group)
         ids = torch.zeros(3, 1, dtype=torch.int64)
         x = torch.arange(3).view(3, 1).expand(3, 16) + 10.0 * group.rank()
         return dispatcher.dispatch(x, Routing(ids, torch.ones(3, 1))).rows[:, 0]
@@ -126,7 +126,7 @@ def test_operators_give_the_bits_of_eager_calls(reduction: str, pad_multiple: in
     """They restore a route from its tensors, as compiled code does."""
 
     def body(group: Group) -> None:
-        config = small_config(two_levels(2, reduction=reduction), pad_multiple=pad_multiple)
+        config = small_config(by_node(2, reduction=reduction), pad_multiple=pad_multiple)
         dispatcher, way = build_dispatcher(config, group), random_routing(6, seed=group.rank())
         found = []
         for call in (lambda layer, x: layer(x), by_operators):

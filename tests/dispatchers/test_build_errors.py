@@ -75,7 +75,10 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"backend": PAIRS}, NOT_SAFE.format("backend.pair_rows=2.0")),
     ({**SAFE, "graph_safe": {"on_overflow": "ignore"}}, r"on_overflow: Input should be 'raise', 'drop' or "),
     ({**DROP, "backend": ALLGATHER}, r"pair_rows: Extra inputs are not permitted"),
-    ({"backend": {"name": "alltoall", "ranks_per_node": 2}}, r"ranks_per_node is for levels=2, got ranks_per_node=2"),
+    (
+        {"backend": {"name": "alltoall", "levels": 2}},
+        r"levels must be left out, got 2\. levels=2 is the backend 'alltoall_by_",
+    ),
     ({"permutation": "numpy"}, "permutation: Input should be 'auto', 'torch' or 'triton', got 'numpy'"),
     *(
         ({**SAFE, "graph_safe": {**DROP["graph_safe"], "capacity_factor": value}}, ABSURD_FACTOR.format(text))
@@ -135,7 +138,7 @@ def odd_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Odd, "fails_in", "")
 
 
-TWO_LEVELS = {"name": "alltoall", "levels": 2, "ranks_per_node": 2}
+BY_NODE = {"name": "alltoall_by_node", "ranks_per_node": 2}
 EXACT = {"name": "alltoall", "reduction": "exact"}
 BY_POSITION: dict[str, Any] = {**SAFE, "graph_safe": {"capacity_factor": 1.5, "on_overflow": "drop_by_position"}}
 NO_POSITION = 'it drops rows by weight. Use "drop" or "raise" for graph_safe.on_overflow'
@@ -147,7 +150,7 @@ RULES: list[tuple[int, dict[str, Any], str]] = [
     (2, {"constraints": {"local_experts_multiple": 3}}, "must be a multiple of 3, got 4 (8 experts over 2 ranks)"),
     (1, {"constraints": {"hidden_multiple": 64}}, "'alltoall': hidden_size must be a multiple of 64, got 16"),
     (1, {"constraints": {"max_top_k": 1}}, "top_k must be at most 1, got 2. Lower top_k"),
-    (2, {**SAFE, "backend": TWO_LEVELS}, "levels=2 has no exchange of fixed size; levels=1 would work."),
+    (2, {**SAFE, "backend": BY_NODE}, "it has no exchange of fixed size; backend='alltoall' would work."),
     (
         2,
         {"backend": "allgather", "wire": "bfloat16"},
@@ -163,7 +166,7 @@ RULES: list[tuple[int, dict[str, Any], str]] = [
     (1, {**MANY, "backend": "local"}, "got 2147483648. Lower max_tokens_per_rank or graph_safe.capacity_factor"),
     (1, {**MANY, "backend": "local", "max_tokens_per_rank": (1 << 30) - 1, "pad_multiple": 16}, "2147483647 rows"),
     (2, {"backend": "local"}, "'local': ep_size must be one of 1, got 2. Use \"alltoall\", or pass group=None"),
-    (3, {"backend": TWO_LEVELS, "num_experts": 12}, "a multiple of ranks_per_node, got 3 ranks and ranks_per_node=2"),
+    (3, {"backend": BY_NODE, "num_experts": 12}, "a multiple of ranks_per_node, got 3 ranks and ranks_per_node=2"),
 ]
 
 
@@ -292,7 +295,7 @@ FINITE: dict[str, Any] = {**SAFE, "graph_safe": {"on_overflow": "raise"}}
 @pytest.mark.parametrize(
     ("way", "other_way"),
     [
-        ({"backend": "alltoall"}, {"backend": {**ALLTOALL, "levels": 1, "ranks_per_node": None}}),
+        ({"backend": "alltoall"}, {"backend": {**ALLTOALL, "pair_rows": "worst"}}),
         ({**FINITE, "backend": {**ALLTOALL, "pair_rows": 1}}, {**FINITE, "backend": {**ALLTOALL, "pair_rows": 1.0}}),
     ],
 )

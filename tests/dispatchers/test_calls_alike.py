@@ -200,7 +200,7 @@ def test_check_names_another_order(backend: Any, name: str) -> None:
 EAGER: list[Any] = [
     *("alltoall", "allgather", V2, V25, HYBRID, RAGGED),
     {"name": "alltoall", "reduction": "exact"},
-    {"name": "alltoall", "levels": 2, "ranks_per_node": 1},
+    {"name": "alltoall_by_node", "ranks_per_node": 1},
 ]
 
 

@@ -83,7 +83,7 @@ def compare(whole: list[dict[str, Any]], parts: list[dict[str, Any]], *, bits: b
         ("alltoall", {}, False),
         ("alltoall", {}, True),
         ({"name": "alltoall", "reduction": "exact"}, {}, True),
-        ({"name": "alltoall", "levels": 2, "ranks_per_node": 2}, {}, False),
+        ({"name": "alltoall_by_node", "ranks_per_node": 2}, {}, False),
         ("alltoall", {"graph_safe": True, "max_tokens_per_rank": 200}, True),
         ("alltoall", {"pad_multiple": 16}, False),
         ("allgather", {}, False),

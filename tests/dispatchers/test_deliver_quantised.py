@@ -37,7 +37,7 @@ EAGER: dict[str, Any] = {}
 MXFP8: WireDtype = "mxfp8"
 FLOAT8: WireDtype = "float8_e4m3fn"
 ALLTOALL, V2 = {"name": "alltoall"}, {"name": "deepep", "emulate": "v2.5.0"}
-TWO_LEVELS = {**ALLTOALL, "levels": 2, "ranks_per_node": 2}
+BY_NODE = {**ALLTOALL, "name": "alltoall_by_node", "ranks_per_node": 2}
 # Backend, number of ranks, recipe, mode. The conformance kit has all scenarios of quantised rows.
 FORMS: list[tuple[Any, int, WireDtype, dict[str, Any]]] = [
     ("local", 1, MXFP8, EAGER),
@@ -47,8 +47,8 @@ FORMS: list[tuple[Any, int, WireDtype, dict[str, Any]]] = [
     ("allgather", 2, FLOAT8, EAGER),
     ("allgather", 4, MXFP8, SAFE),
     ({**ALLTOALL, "reduction": "exact"}, 4, MXFP8, EAGER),
-    (TWO_LEVELS, 4, FLOAT8, EAGER),
-    ({**TWO_LEVELS, "reduction": "exact"}, 4, MXFP8, EAGER),
+    (BY_NODE, 4, FLOAT8, EAGER),
+    ({**BY_NODE, "reduction": "exact"}, 4, MXFP8, EAGER),
     ({"name": "deepep", "emulate": "v1.2.1"}, 2, MXFP8, SAFE),
     ({"name": "deepep", "emulate": "v2-2.1.0"}, 2, FLOAT8, EAGER),
     ({**V2, "expand": True, "deterministic": False}, 2, MXFP8, EAGER),

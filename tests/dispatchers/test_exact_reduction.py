@@ -58,9 +58,9 @@ def test_exact_has_the_same_bits_on_any_number_of_ranks(dtype: torch.dtype, fiel
 @pytest.mark.parametrize(
     ("dtype", "size", "ranks_per_node"), [(F64, 4, 2), (F32, 8, 2), (BF16, 4, 2), (BF16, 8, 4), (F16, 4, 2)]
 )
-def test_exact_has_the_same_bits_on_two_levels(dtype: torch.dtype, size: int, ranks_per_node: int) -> None:
+def test_exact_has_the_same_bits_by_node(dtype: torch.dtype, size: int, ranks_per_node: int) -> None:
     expected = _layer(LOCAL, dtype, 1)
-    got = _layer({**EXACT, "levels": 2, "ranks_per_node": ranks_per_node}, dtype, size)
+    got = _layer({**EXACT, "name": "alltoall_by_node", "ranks_per_node": ranks_per_node}, dtype, size)
     assert not [name for name in expected if not torch.equal(got[name], expected[name])]
 
 

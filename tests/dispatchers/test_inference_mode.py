@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 EMULATED = [{"name": name, "emulate": True} for name in ("deepep", "hybridep")]
 CASES: list[tuple[Any, str]] = [(backend, name) for backend in ("local", "alltoall", "allgather") for name in OPTIONS]
 CASES += [(backend, name) for backend in EMULATED for name in ("eager", "graph-safe")]
-CASES += [({"name": "alltoall", "reduction": "exact"}, "eager"), ({"name": "alltoall", "levels": 2}, "eager")]
+CASES += [({"name": "alltoall", "reduction": "exact"}, "eager"), ({"name": "alltoall_by_node"}, "eager")]
 
 
 def layer_of(dispatcher: Dispatcher, x: Tensor, weights: Tensor, ids: Tensor, plan: Any = None) -> Tensor:

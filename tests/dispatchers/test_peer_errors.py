@@ -50,7 +50,7 @@ class Fickle(Dispatcher):
 # Where ranks exchange something anyway, or always (debug): the fields, and whether a plan may be given beforehand.
 EXCHANGES: list[tuple[dict[str, Any], bool]] = [
     ({"backend": "alltoall"}, True),
-    ({"backend": {"name": "alltoall", "levels": 2, "ranks_per_node": 2}}, True),
+    ({"backend": {"name": "alltoall_by_node", "ranks_per_node": 2}}, True),
     ({"backend": "allgather"}, False),
     ({"backend": "allgather", "row_counts": "check"}, False),
     ({"backend": "alltoall", "debug": True}, True),
@@ -272,7 +272,7 @@ HYBRID = {"name": "hybridep", "emulate": "hybridep-744"}
 TOLD_BY: dict[str, tuple[dict[str, Any], bool]] = {
     "counts": ({"backend": "alltoall"}, False),
     "counts, plan": ({"backend": "alltoall"}, True),
-    "counts, two levels": ({"backend": {"name": "alltoall", "levels": 2, "ranks_per_node": 2}}, False),
+    "counts, by node": ({"backend": {"name": "alltoall_by_node", "ranks_per_node": 2}}, False),
     "agreement": ({"backend": "allgather"}, False),
     "check": ({"backend": "allgather", "row_counts": "check"}, False),
     "agreement on the largest": ({"backend": HYBRID, "hidden_size": 32, "wire": "bfloat16"}, False),

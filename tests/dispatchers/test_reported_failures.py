@@ -27,7 +27,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "alltoall": {"backend": "alltoall"},
     "weights by experts": {"backend": "alltoall", "weights": "experts"},
     "exact": {"backend": {"name": "alltoall", "reduction": "exact"}},
-    "two levels": {"backend": {"name": "alltoall", "levels": 2, "ranks_per_node": 2}},
+    "by node": {"backend": {"name": "alltoall_by_node", "ranks_per_node": 2}},
     "graph-safe": {"backend": "alltoall", "graph_safe": True, "max_tokens_per_rank": 8},
     "allgather": {"backend": "allgather"},
     "deepep": {"backend": {"name": "deepep", "emulate": True}, "wire": "bfloat16"},

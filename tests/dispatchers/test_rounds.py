@@ -119,7 +119,7 @@ BFLOAT16: dict[str, Any] = {"wire": "bfloat16"}
 QUANTISED: dict[str, Any] = {"wire": {"dtype": "float8_e4m3fn", "deliver": "quantised"}, "pad_multiple": 128}
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 11}
 EXACT: dict[str, Any] = {"balance": {"name": "exact", "min_rows": 0}}
-LEVELS: dict[str, Any] = {"backend": {"name": "alltoall", "levels": 2, "ranks_per_node": 2}}
+LEVELS: dict[str, Any] = {"backend": {"name": "alltoall_by_node", "ranks_per_node": 2}}
 # How a model calls its layers, its hidden size, the config, and how far results may be from those of the dense model.
 RUNS: list[tuple[str, int, dict[str, Any], float]] = [
     ("plain", 16, {"backend": "alltoall", "debug": True, "watchdog": 30}, 1e-5),

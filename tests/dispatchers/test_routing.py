@@ -148,7 +148,7 @@ BACKENDS: dict[str, tuple[Any, int]] = {
     "alltoall": ("alltoall", 2),
     "alltoall, one expert a rank": ("alltoall", NUM_EXPERTS),
     "alltoall exact": ({"name": "alltoall", "reduction": "exact"}, 2),
-    "alltoall, two levels": ({"name": "alltoall", "levels": 2, "ranks_per_node": 2}, 4),
+    "alltoall_by_node": ({"name": "alltoall_by_node", "ranks_per_node": 2}, 4),
     "allgather": ("allgather", 2),
     "deepep v1": ({"name": "deepep", "emulate": "v1.2.1"}, 2),
     "deepep v2": (V2, 2),
@@ -157,7 +157,7 @@ BACKENDS: dict[str, tuple[Any, int]] = {
 }
 # They hear of it before rows travel: by the counts, or by the agreement on sizes of a call without a plan.
 TELL_PEERS = ("alltoall", "allgather", "deepep v2", "hybridep")
-GRAPH_SAFE = [name for name in BACKENDS if "exact" not in name and "levels" not in name]
+GRAPH_SAFE = [name for name in BACKENDS if "exact" not in name and "by_node" not in name]
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": TOKENS}
 # 65537 is 1 in 16 bits, and 2**32 + 1 is 1 in 32.
 INVALID = [NUM_EXPERTS, -2, 65537, 2**32 + 1, -(2**63)]

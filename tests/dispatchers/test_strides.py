@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_dispatch import Dispatched, DispatcherConfig, Routing, _expert_rows, build_dispatcher
+from moe_dispatch import Dispatched, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.capabilities.carry import columns
 from moe_dispatch.dispatchers import SlotWeights, run_in_chunks
+from moe_dispatch.permutation import grouped_mm
 from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, V25
 from tests.dispatchers.layer import Group, on_ranks, rank_of
 
 E, D = 8, 256
-EXACT, TWO_LEVELS = {"name": "alltoall", "reduction": "exact"}, {"name": "alltoall", "levels": 2, "ranks_per_node": 1}
-BACKENDS: list[Any] = ["alltoall", "allgather", EXACT, TWO_LEVELS, V1, V2, V25, HYBRID, RAGGED]
+EXACT, BY_NODE = {"name": "alltoall", "reduction": "exact"}, {"name": "alltoall_by_node", "ranks_per_node": 1}
+BACKENDS: list[Any] = ["alltoall", "allgather", EXACT, BY_NODE, V1, V2, V25, HYBRID, RAGGED]
 STRIDES = ("as it is", "column of a table", "transposed", "every other row", "odd")
 
 
@@ -151,7 +152,7 @@ def test_grouped_products_of_one_row(dtype: torch.dtype) -> None:
 
 
 def test_a_planted_contiguous_is_refused_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (columns, _expert_rows):
+    for module in (columns, grouped_mm):
         monkeypatch.setattr(module, "dense", Tensor.contiguous)
     config = DispatcherConfig(backend="local", num_experts=2, top_k=1, hidden_size=8)
     dispatcher, routing = build_dispatcher(config), Routing(torch.zeros(1, 1).long(), torch.ones(1, 1))

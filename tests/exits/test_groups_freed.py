@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "alltoall": {"backend": "alltoall"},
     "alltoall, graph-safe": {"backend": "alltoall", **SAFE},
     "alltoall, exact": {"backend": {"name": "alltoall", "reduction": "exact"}},
-    "alltoall, two levels": {"backend": {"name": "alltoall", "levels": 2, "ranks_per_node": 1}},
+    "alltoall_by_node": {"backend": {"name": "alltoall_by_node", "ranks_per_node": 1}},
     "allgather": {"backend": "allgather"},
     "allgather, graph-safe": {"backend": "allgather", **SAFE},
     **{

@@ -60,13 +60,13 @@ def summed(group: dist.ProcessGroup, mine: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("backend", ["alltoall", "allgather", "alltoall in two levels"])
+@pytest.mark.parametrize("backend", ["alltoall", "allgather", "alltoall_by_node"])
 def test_conforms(backend: str, size: int) -> None:
     spec: Any = backend
-    if backend == "alltoall in two levels":
+    if backend == "alltoall_by_node":
         if size % 2 or size < 4:
-            pytest.skip(f"two levels need two ranks on each of several nodes, got {size} ranks")
-        spec = {"name": "alltoall", "levels": 2, "ranks_per_node": 2}
+            pytest.skip(f"alltoall_by_node needs two ranks on each of several nodes, got {size} ranks")
+        spec = {"name": "alltoall_by_node", "ranks_per_node": 2}
     counts = run_on_gpus(run_kit, size, spec)
     assert len(set(counts)) == 1
     assert counts[0] >= FEW

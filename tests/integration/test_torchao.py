@@ -34,7 +34,7 @@ FORMS: list[tuple[Any, int]] = [
     ("local", 1),
     *((name, size) for name in ("alltoall", "allgather") for size in (1, 2, 4)),
     ({"name": "alltoall", "reduction": "exact"}, 4),
-    ({"name": "alltoall", "levels": 2, "ranks_per_node": 2}, 4),
+    ({"name": "alltoall_by_node", "ranks_per_node": 2}, 4),
 ]
 
 

@@ -1,9 +1,10 @@
-"""The script that torchrun starts on the hosts: ``job.py kit``, ``steps TIMEOUT NUMBER`` or ``levels TIMEOUT ROUNDS``.
+"""The script that torchrun starts on the hosts: ``job.py kit``, ``steps TIMEOUT NUMBER`` or ``nodes TIMEOUT ROUNDS``.
 
 ``steps`` trains a layer and logs each step to ``run/``. TIMEOUT is the timeout of the process group in seconds, and
 NUMBER the number of steps. ``MOE_DISPATCH_WATCHDOG`` may set the watchdog.
 
-``levels`` runs an exchange and its backward with ``levels`` 1 and 2 in turn, and prints what it measured as JSON.
+``nodes`` runs an exchange and its backward on ``alltoall`` and ``alltoall_by_node`` in turn, and prints what it
+measured as JSON.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from moe_dispatch_testing.kit import describe
 from moe_dispatch_tools.traces import RunLog
 
 KIT = ("balanced", "rank_without_tokens", "two_in_flight", "checkpointed", "bfloat16")
-TWO_LEVELS: dict[str, Any] = {"name": "alltoall", "levels": 2}
-BACKENDS = ("allgather", "alltoall", TWO_LEVELS)
+BY_NODE: dict[str, Any] = {"name": "alltoall_by_node"}
+BACKENDS = ("allgather", "alltoall", BY_NODE)
 
 
 def run_kit() -> None:
@@ -59,11 +60,11 @@ def run_steps(number: int) -> None:
             print(f"rank {rank}: step {step}", flush=True)
 
 
-def run_levels(rounds: int) -> None:
-    """Measure one and two levels on 2 ranks per host: seconds of an exchange, and bytes on the link of this host."""
+def run_nodes(rounds: int) -> None:
+    """Measure one and two legs on 2 ranks per host: seconds of an exchange, and bytes on the link of this host."""
     rank, size, per_host, experts, top_k, hidden, rows = dist.get_rank(), dist.get_world_size(), 2, 16, 6, 1024, 1024
     sizes: dict[str, Any] = {"num_experts": experts, "top_k": top_k, "hidden_size": hidden}
-    backends = {"1": {"name": "alltoall"}, "2": TWO_LEVELS, "2, configured": {**TWO_LEVELS, "ranks_per_node": per_host}}
+    backends = {"1": {"name": "alltoall"}, "2": BY_NODE, "2, configured": {**BY_NODE, "ranks_per_node": per_host}}
     layers = {
         name: build_dispatcher(DispatcherConfig(backend=backend, **sizes), dist.group.WORLD)
         for name, backend in backends.items()
@@ -89,7 +90,7 @@ def run_levels(rounds: int) -> None:
             sent = layer.dispatch(x, Routing(ids, weights))
             layer.combine(sent.rows, sent).backward(x.detach())
             dist.barrier()
-            legs[name] = len(sent.state.route.legs)
+            legs[name] = 1 if hasattr(sent.state.route, "leg") else 2
             if turn:  # the first turn warms up
                 seconds[name].append(time.perf_counter() - begin)
                 link[name] += sent_by_link() - before
@@ -113,5 +114,5 @@ def sent_by_link() -> int:
 if __name__ == "__main__":
     task, *numbers = sys.argv[1:]
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(numbers[0] if numbers else 60)))
-    run_kit() if task == "kit" else {"steps": run_steps, "levels": run_levels}[task](int(numbers[1]))
+    run_kit() if task == "kit" else {"steps": run_steps, "nodes": run_nodes}[task](int(numbers[1]))
     dist.destroy_process_group()

@@ -86,10 +86,10 @@ def test_conformance_kit_over_a_slow_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_levels_send_a_row_once_over_the_link(tmp_path: Path) -> None:
+def test_two_legs_send_a_row_once_over_the_link(tmp_path: Path) -> None:
     """The link carries the bytes of the formula, with nodes found by host name or configured."""
     with make_hosts(2, Link(megabits=1000, delay_ms=1)) as hosts:
-        results = start(hosts, replaced(STATIC, f"{JOB} levels 60 5"), tmp_path).results(150)
+        results = start(hosts, replaced(STATIC, f"{JOB} nodes 60 5"), tmp_path).results(150)
     measured = [json.loads(line) for line in re.findall(r"measured (.*)$", expect_success(results), re.MULTILINE)]
     assert [each["legs"] for each in measured] == [{"1": 1, "2": 2, "2, configured": 2}] * 4
     payload = {name: sum(each["payload"][name] for each in measured) for name in ("1", "2")}

@@ -49,7 +49,7 @@ HIDDEN, EXPERTS, TOP_K, ROWS = 256, 8, 2, 6
 BACKENDS: dict[str, dict[str, Any]] = {
     "alltoall": {"backend": "alltoall"},
     "alltoall exact": {"backend": {"name": "alltoall", "reduction": "exact"}},
-    "alltoall levels=2": {"backend": {"name": "alltoall", "levels": 2, "ranks_per_node": 2}},
+    "alltoall_by_node": {"backend": {"name": "alltoall_by_node", "ranks_per_node": 2}},
     "alltoall graph-safe": {"backend": "alltoall", "graph_safe": True},
     "allgather": {"backend": "allgather"},
     "allgather graph-safe": {"backend": "allgather", "graph_safe": True},

@@ -23,7 +23,7 @@ LAYOUTS = ("rows", "bshd")
 BACKENDS: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     "local": ("local", 1, ("eager", "graph-safe")),
     "alltoall": ("alltoall", 2, tuple(MODES)),
-    "alltoall-levels-2": ({"name": "alltoall", "levels": 2, "ranks_per_node": 2}, 4, ("eager",)),
+    "alltoall_by_node": ({"name": "alltoall_by_node", "ranks_per_node": 2}, 4, ("eager",)),
     "allgather": ("allgather", 2, ("eager", "graph-safe")),
 }
 Counts = dict[str, int]

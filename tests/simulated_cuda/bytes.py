@@ -21,7 +21,7 @@ from tests.simulated_cuda.floor import VERBS
 TABLE = Path(__file__).with_name("bytes.json")
 TOKENS, HIDDEN, TOP_K, EXPERTS = 64, 7168, 8, 32
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": TOKENS}
-TWO_LEVELS = {"name": "alltoall", "levels": 2, "ranks_per_node": 2}
+BY_NODE = {"name": "alltoall_by_node", "ranks_per_node": 2}
 # In graph-safe mode without the sort of the library, which reads the device.
 EXPAND = {"name": "deepep", "expand": True}
 EXPAND_SAFE = {**EXPAND, "deterministic": False}
@@ -66,7 +66,7 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("alltoall", "mxfp8-gradients"): Setting(
         "alltoall", 4, "alltoall", {"wire": {"dtype": "mxfp8", "gradients": True}}, (1.2, 1.15, 1.2, None)
     ),
-    ("alltoall-levels-2", "eager"): Setting(TWO_LEVELS, 4, "alltoall", {}),
+    ("alltoall_by_node", "eager"): Setting(BY_NODE, 4, "alltoall", {}),
     ("allgather", "eager"): Setting("allgather", 4, "allgather", {}, _NEAR),
     ("allgather", "graph-safe"): Setting("allgather", 4, "allgather", SAFE),
     ("hybridep", "eager"): Setting("hybridep", 1, "around_library", {}, _APPLIED, "hybridep-94a9f8f"),

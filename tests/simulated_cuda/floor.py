@@ -176,7 +176,7 @@ def volume(sent: Any, own: int, everyone: int) -> Volume:
         own: Rows of this rank.
         everyone: Rows of all ranks.
     """
-    index, legs = sent.state.route.index, getattr(sent.state.route, "legs", ())
+    index, legs = sent.state.route.index, _legs_of(sent.state.route)
     needed = int((index.cu_S.diff() > 0).sum())  # rows that arrived and have an expert here
     received = [sum(leg.rows_in) for leg in legs[:-1]] + [needed]
     return Volume(
@@ -193,6 +193,11 @@ def volume_on_one_rank(sent: Any, own: int) -> Volume:
     """Count the rows of a dispatch that a library made on one rank, where each row travels once. Reads the device."""
     real, padded = _total(sent.real_tokens_per_expert), _total(sent.tokens_per_expert)
     return Volume(own=own, sent=[own], received=[own], everyone=own, real=real, padded=padded)
+
+
+def _legs_of(route: Any) -> Sequence[Any]:
+    """Return the legs of a route: one, two on ``alltoall_by_node``, and none on a backend without packets."""
+    return [getattr(route, name) for name in ("leg", "between", "within") if hasattr(route, name)]
 
 
 def _total(counts: Tensor) -> int:

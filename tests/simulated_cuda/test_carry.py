@@ -16,7 +16,7 @@ TOKENS = 24
 
 
 @pytest.mark.parametrize("fields", [{}, {"graph_safe": True, "max_tokens_per_rank": TOKENS}], ids=["eager", "safe"])
-@pytest.mark.parametrize("backend", ["alltoall", "allgather", {"name": "alltoall", "levels": 2, "ranks_per_node": 2}])
+@pytest.mark.parametrize("backend", ["alltoall", "allgather", {"name": "alltoall_by_node", "ranks_per_node": 2}])
 def test_each_row_carries_the_number_of_its_token(backend: Any, fields: dict[str, Any]) -> None:
     if fields and isinstance(backend, dict):
         pytest.skip("not graph-safe")

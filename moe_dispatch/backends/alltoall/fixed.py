@@ -7,7 +7,8 @@ the sender had for the receiver, including slots for which there was no room.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, final
+from dataclasses import dataclass
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -16,9 +17,36 @@ from moe_dispatch.backends.alltoall.backend import AllToAllRoute, Leg, rank_memb
 from moe_dispatch.backends.base import Arrived, Backend
 from moe_dispatch.backends.capacity import tokens_of
 from moe_dispatch.backends.rank_major import arrive
-from moe_dispatch.backends.wire import dispatch_format
+from moe_dispatch.backends.wire import PacketFormat, dispatch_format
 from moe_dispatch.permutation.index import front, heaviest, running_total
-from moe_dispatch.types import Sizes
+from moe_dispatch.seams.group_observers import Work
+from moe_dispatch.types import Capacity, Sizes
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FixedStarted:
+    """A graph-safe dispatch whose rows are on their way.
+
+    Attributes:
+        leg: The leg on which they are.
+        busiest: As in ``SendTable``.
+        work: The collective to wait for.
+        outgoing: Packets that are being sent, in memory of the workspace.
+        received: Memory of the workspace for the packets that arrive.
+        form: Format of the packets.
+        dtype: Dtype of the rows that were sent.
+        capacity: Capacity of the dispatch.
+    """
+
+    leg: Leg
+    busiest: Tensor
+    work: Work
+    outgoing: Tensor
+    received: Tensor
+    form: PacketFormat
+    dtype: torch.dtype
+    capacity: Capacity
 
 
 @final
@@ -27,7 +55,7 @@ class FixedAllToAll(Backend):
 
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
-    ) -> Any:
+    ) -> FixedStarted:
         context, shape, capacity = self.context, self.context.shape, sizes.capacity
         assert capacity is not None
         assert capacity.pair_rows is not None
@@ -58,22 +86,30 @@ class FixedAllToAll(Backend):
             form.scatter(permutation, rows_TD, (weights_TK, ids_TK), (source_B, member_N, cu_T), outgoing, slots_P)
         rows = [pair_rows] * size
         work = context.communicator.all_to_all(received, outgoing, rows, rows, label="dispatch")
-        return self.leg(source_B, member_N, cu_T), busiest, outgoing, received, work, form, rows_TD.dtype, capacity
+        return FixedStarted(
+            leg=self.leg(source_B, member_N, cu_T),
+            busiest=busiest,
+            work=work,
+            outgoing=outgoing,
+            received=received,
+            form=form,
+            dtype=rows_TD.dtype,
+            capacity=capacity,
+        )
 
-    def finish(self, started: Any) -> Arrived:
-        leg, busiest, _, received, work, form, dtype, capacity = started
-        context = self.context
-        work.wait()
+    def finish(self, started: FixedStarted) -> Arrived:
+        context, capacity, form, received = self.context, started.capacity, started.form, started.received
+        started.work.wait()
         rows_SD, weights_SK, ids_SK = form.unpack(received)
         first_expert = context.communicator.rank * context.shape.num_local_experts
         index = context.group(ids_SK, weights_SK, capacity, first=first_expert)
         return arrive(
-            AllToAllRoute(context=context, legs=(leg,), index=index),
+            AllToAllRoute(context=context, leg=started.leg, index=index),
             rows_SD,
             weights_SK,
-            dtype,
+            started.dtype,
             # Each sender has noted how many slots it had for this rank, those without room included.
-            demand=torch.stack([form.notes(received)[:: capacity.pair_rows, 0].sum(), busiest]),
+            demand=torch.stack([form.notes(received)[:: capacity.pair_rows, 0].sum(), started.busiest]),
         )
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:

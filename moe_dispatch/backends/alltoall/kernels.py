@@ -13,7 +13,7 @@ from moe_dispatch.backends.base import BackendContext
 from moe_dispatch.backends.wire import PacketFormat
 
 if TYPE_CHECKING:
-    from moe_dispatch.backends.alltoall.backend import AllToAll
+    from moe_dispatch.backends.alltoall.backend import Targets
 
 
 @final
@@ -21,7 +21,8 @@ class ByKernels:
     """The counts and packets of one dispatch, as ``backend.ByOperators`` has them.
 
     Args:
-        backend: The backend of the dispatch.
+        context: Context of the backend.
+        targets: What rows are sent to.
         ids_TK: As in ``Backend.start``.
         mark: As in ``Backend.start``.
         counts: The table of counts, if the targets of rows are no ranks. By default the kernel counts too.
@@ -29,17 +30,24 @@ class ByKernels:
 
     ready = None
 
-    def __init__(self, backend: AllToAll, ids_TK: Tensor, mark: Tensor | None, counts: Tensor | None = None) -> None:
-        self._context, (per_target, targets), size = backend.context, backend.targets, backend.context.shape.ep_size
-        self._permutation = self._context.permutation_of(ids_TK)
+    def __init__(
+        self,
+        context: BackendContext,
+        targets: Targets,
+        ids_TK: Tensor,
+        mark: Tensor | None,
+        counts: Tensor | None = None,
+    ) -> None:
+        self._context, size = context, context.shape.ep_size
+        self._permutation = context.permutation_of(ids_TK)
         send_places = self._permutation.send_places
         assert send_places is not None
         if counts is None:
-            self.counts = ids_TK.new_zeros((1 + 2 * size) * backend.width)
-            to_ranks = self.counts.view(-1, backend.width)[1 : 1 + size]
-            self._places = send_places(ids_TK, per_target, targets, counts=to_ranks, mark=mark)
+            self.counts = ids_TK.new_zeros((1 + 2 * size) * targets.width)
+            to_ranks = self.counts.view(-1, targets.width)[1 : 1 + size]
+            self._places = send_places(ids_TK, targets.per_target, targets.count, counts=to_ranks, mark=mark)
         else:
-            self.counts, self._places = counts, send_places(ids_TK, per_target, targets)
+            self.counts, self._places = counts, send_places(ids_TK, targets.per_target, targets.count)
 
     def pack(self, form: PacketFormat, rows_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
         """Keep the rows: kernels write them when the number of packets is known."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from itertools import chain
 from typing import Any, TypeVar, final
 
@@ -18,7 +19,6 @@ from moe_dispatch.backends.allgather import AllGather, AllGatherRoute
 from moe_dispatch.backends.alltoall.backend import AllToAll, AllToAllRoute, Leg
 from moe_dispatch.backends.alltoall.exact import ExactAllToAll, ExactRoute, SlotWay
 from moe_dispatch.backends.alltoall.fixed import FixedAllToAll
-from moe_dispatch.backends.alltoall.two_level import WITHIN_NODE, TwoLevelAllToAll
 from moe_dispatch.backends.base import Backend, Route
 from moe_dispatch.backends.local import Local, LocalRoute
 from moe_dispatch.communication import read_host
@@ -126,6 +126,7 @@ class RouteForm(ABC):
 
 Form = TypeVar("Form", bound=type[RouteForm])
 _FORMS: dict[type[Backend], type[RouteForm]] = {}
+_BY_NODE = "moe_dispatch.backends.alltoall_by_node.backend"
 
 
 def form_of(backend: type[Backend]) -> Callable[[Form], Form]:
@@ -144,6 +145,8 @@ def load_form(backend: Backend) -> RouteForm:
     Raises:
         StateError: There is none.
     """
+    if type(backend).__module__ == _BY_NODE:  # a backend in a folder that may be deleted
+        import_module("moe_dispatch.capabilities.compiling.by_node")
     for cls in type(backend).__mro__:
         if cls in _FORMS:
             return _FORMS[cls](backend)
@@ -243,24 +246,11 @@ class AllGatherForm(RankMajorForm):
         return AllGatherRoute(context=self.context, index=self.index(tables, everyone, capacity))
 
 
-@form_of(AllToAll)
-class AllToAllForm(RankMajorForm):
-    """The form of ``alltoall`` in eager mode with one level."""
-
-    def tensors(self, route: AllToAllRoute) -> list[Tensor]:
-        legs = (leg_tensors(leg) for leg in route.legs)
-        return [*chain(*legs), *super().tensors(route)]
+class LegForm(RankMajorForm):
+    """The form of a route that begins with a leg."""
 
     @final
-    def num_rows(self, route: AllToAllRoute) -> int:
-        return route.legs[0].cu_T.shape[0] - 1
-
-    def route(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> Route:
-        leg = self.leg(tables, num_rows)
-        return AllToAllRoute(context=self.context, legs=(leg,), index=self.index(tables, None, capacity))
-
-    @final
-    def leg(self, tables: Tables, num_rows: int | None, suffix: str = "") -> Leg:
+    def leg(self, tables: Tables, num_rows: int | None) -> Leg:
         """Make a leg of ``num_rows`` rows from its ``leg_tensors``. None is a number known only at run time."""
         size, sent = self.context.shape.ep_size, tables.new_size()
         rows = tables.numbers(2 * size)
@@ -268,25 +258,56 @@ class AllToAllForm(RankMajorForm):
             context=self.context,
             rows_out=rows[:size],
             rows_in=rows[size:],
-            suffix=suffix,
             source_B=tables.table(sent),
             member_B=tables.table(sent),
             cu_T=tables.table(tables.new_size() if num_rows is None else num_rows + 1),
         )
 
+    @final
+    def way(self, tables: Tables, leg: Leg) -> SlotWay:
+        """Make the way back of the slots of a leg from its ``way_tensors``."""
+        size = self.context.shape.ep_size
+        slots = tables.numbers(2 * size)
+        index = index_from(tables, leg.cu_T.shape[0] - 1, self.context.shape.top_k, 1)
+        return SlotWay(slots_out=slots[:size], slots_in=slots[size:], index=index)
+
+
+@final
+@form_of(AllToAll)
+class AllToAllForm(LegForm):
+    """The form of ``alltoall`` in eager mode."""
+
+    def tensors(self, route: AllToAllRoute) -> list[Tensor]:
+        return [*leg_tensors(route.leg), *super().tensors(route)]
+
+    def num_rows(self, route: AllToAllRoute) -> int:
+        return route.leg.cu_T.shape[0] - 1
+
+    def route(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> Route:
+        leg = self.leg(tables, num_rows)
+        return AllToAllRoute(context=self.context, leg=leg, index=self.index(tables, None, capacity))
+
 
 def leg_tensors(leg: Leg) -> list[Tensor]:
-    """Return the numbers of rows and the tables of a leg, for ``AllToAllForm.leg``."""
+    """Return the numbers of rows and the tables of a leg, for ``LegForm.leg``."""
     return [on_host(leg.rows_out, leg.rows_in), leg.source_B, leg.member_B, leg.cu_T]
+
+
+def way_tensors(way: SlotWay) -> list[Tensor]:
+    """Return the numbers of slots and the tables of a way back, for ``LegForm.way``."""
+    return [on_host(way.slots_out, way.slots_in), *index_tensors(way.index)]
 
 
 @final
 @form_of(FixedAllToAll)
-class FixedAllToAllForm(AllToAllForm):
-    """The form of graph-safe ``alltoall``. The numbers of rows, which come first, follow from the sizes of tables."""
+class FixedAllToAllForm(RankMajorForm):
+    """The form of graph-safe ``alltoall``. The numbers of rows follow from the sizes of tables."""
 
     def tensors(self, route: AllToAllRoute) -> list[Tensor]:
-        return super().tensors(route)[1:]
+        return [*leg_tensors(route.leg)[1:], *super().tensors(route)]
+
+    def num_rows(self, route: AllToAllRoute) -> int:
+        return route.leg.cu_T.shape[0] - 1
 
     def route(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> Route:
         assert num_rows is not None
@@ -296,49 +317,24 @@ class FixedAllToAllForm(AllToAllForm):
         sent, members, edges = table(capacity.pair_rows * size), table(num_rows * size), table(num_rows + 1)
         leg = self.backend.leg(sent, members, edges)
         index = self.index(tables, leg.source_B.shape[0], capacity)
-        return AllToAllRoute(context=self.context, legs=(leg,), index=index)
-
-
-class ExactForm(AllToAllForm):
-    """The form of a route that brings back the outputs of slots one by one."""
-
-    @final
-    def tensors(self, route: AllToAllRoute) -> list[Tensor]:
-        if not isinstance(route, ExactRoute):
-            return super().tensors(route)
-        legs = (leg_tensors(leg) for leg in route.legs)
-        ways = ([on_host(way.slots_out, way.slots_in), *index_tensors(way.index)] for way in route.ways)
-        return [*chain(*legs, *ways), route.weights_TK.clone(), *index_tensors(route.index)]
-
-    @final
-    def exact(self, tables: Tables, legs: Sequence[Leg]) -> ExactRoute:
-        """Make an exact route from its legs and the rest of its tensors."""
-        size, top_k, ways = self.context.shape.ep_size, self.context.shape.top_k, list[SlotWay]()
-        for leg in legs:
-            slots = tables.numbers(2 * size)
-            index = index_from(tables, leg.cu_T.shape[0] - 1, top_k, 1)
-            ways.append(SlotWay(slots_out=slots[:size], slots_in=slots[size:], index=index))
-        weights_TK = tables.table(legs[0].cu_T.shape[0] - 1, top_k, dtype=tables.weights_TK.dtype)
-        index = self.index(tables, None, None)
-        return ExactRoute(context=self.context, legs=legs, ways=ways, index=index, weights_TK=weights_TK)
+        return AllToAllRoute(context=self.context, leg=leg, index=index)
 
 
 @final
 @form_of(ExactAllToAll)
-class ExactAllToAllForm(ExactForm):
-    """The form of ``alltoall`` with one level and ``reduction="exact"``."""
+class ExactForm(LegForm):
+    """The form of ``alltoall`` with ``reduction="exact"``."""
+
+    def tensors(self, route: ExactRoute) -> list[Tensor]:
+        head = [*leg_tensors(route.leg), *way_tensors(route.way), route.weights_TK.clone()]
+        return [*head, *super().tensors(route)]
+
+    def num_rows(self, route: ExactRoute) -> int:
+        return route.leg.cu_T.shape[0] - 1
 
     def route(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> Route:
-        return self.exact(tables, (self.leg(tables, num_rows),))
-
-
-@final
-@form_of(TwoLevelAllToAll)
-class TwoLevelAllToAllForm(ExactForm):
-    """The form of ``alltoall`` with two levels, exact or not."""
-
-    def route(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> Route:
-        legs = (self.leg(tables, num_rows), self.leg(tables, None, WITHIN_NODE))
-        if self.backend.nodes.exact:
-            return self.exact(tables, legs)
-        return AllToAllRoute(context=self.context, legs=legs, index=self.index(tables, None, None))
+        leg = self.leg(tables, num_rows)
+        way = self.way(tables, leg)
+        weights_TK = tables.table(leg.cu_T.shape[0] - 1, self.context.shape.top_k, dtype=tables.weights_TK.dtype)
+        index = self.index(tables, None, None)
+        return ExactRoute(context=self.context, leg=leg, way=way, index=index, weights_TK=weights_TK)

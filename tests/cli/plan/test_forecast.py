@@ -184,10 +184,10 @@ BALANCED: dict[str, Any] = {"balance": {"name": "exact", "min_rows": 0}}
         ("exact", 4, 2, BALANCED),
     ],
 )
-def test_bytes_of_two_levels_are_those_of_a_run(reduction: str, size: int, nodes: int, fields: dict[str, Any]) -> None:
+def test_bytes_of_two_legs_are_those_of_a_run(reduction: str, size: int, nodes: int, fields: dict[str, Any]) -> None:
     """With ``balance`` the plan has one node: the option of the backend says otherwise."""
     ids, per_node = mixed_ids(size), size // nodes
-    name = f"alltoall+levels=2+ranks_per_node={per_node}+reduction={reduction}"
+    name = f"alltoall_by_node+ranks_per_node={per_node}+reduction={reduction}"
     measured = run(config(backend=parse_backend(name).spec(), **fields), ids)
     (plan,) = plan_of(config(**fields), size, recorded(ids), name, nodes=1 if fields else nodes)["backends"]
     assert any("within_node" in label for label in plan["sent"]) == (1 < nodes < size)

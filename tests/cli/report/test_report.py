@@ -104,7 +104,7 @@ def test_page_is_whole_in_itself(name: str, expected: list[str], recorded: Path)
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 30}
 CONFIGS: dict[str, tuple[DispatcherConfig, int]] = {
     "alltoall wide": (small_config(num_experts=32, top_k=4, hidden_size=128, wire="float8_e4m3fn"), 2),
-    "alltoall two levels": (small_config({"name": "alltoall", "levels": 2}, pad_multiple=4), 4),
+    "alltoall_by_node": (small_config({"name": "alltoall_by_node"}, pad_multiple=4), 4),
     "alltoall graph-safe": (small_config(pad_multiple=4, **SAFE), 2),
     "alltoall balanced": (small_config(balance={"name": "least_loaded", "spare_experts_per_rank": 2}), 4),
     "allgather static": (small_config("allgather", pad_multiple=4, row_counts="static", max_tokens_per_rank=30), 4),

@@ -1,4 +1,4 @@
-"""``alltoall`` with ``levels=2`` on CUDA tensors: its experts get the rows that they get with ``levels=1``."""
+"""``alltoall_by_node`` on CUDA tensors: its experts get the rows that they get with ``alltoall``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_experts_get_the_rows_of_one_level() -> None:
             return sent.tokens_per_expert, sent.rows, sent.weights, y
 
         one = layer("alltoall")
-        two = layer({"name": "alltoall", "levels": 2, "ranks_per_node": 2})
+        two = layer({"name": "alltoall_by_node", "ranks_per_node": 2})
         for found, expected in zip(two[:-1], one[:-1], strict=True):
             assert torch.equal(found, expected)
         torch.testing.assert_close(two[-1], one[-1])  # sums of another order

@@ -1,4 +1,4 @@
-"""``alltoall`` with ``levels=2``, which sends a row once to each node that needs it.
+"""``alltoall_by_node`` sends a row once to each node that needs it, and there once to each rank.
 
 Legend: P ranks in M nodes of G consecutive ranks; T rows of K slots; L experts on each rank.
 
@@ -16,8 +16,7 @@ groups of their own: NCCL skips ranks without rows, and gloo sends them an empty
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import final
 
@@ -25,43 +24,26 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.alltoall.backend import (
-    AllToAll,
-    AllToAllRoute,
+    CountingBackend,
+    Leg,
     Started,
+    Targets,
+    exchange,
     ordered,
     rank_members,
+    reduced_packets,
     start_rows,
 )
-from moe_dispatch.backends.alltoall.exact import ExactRoute, slot_way
+from moe_dispatch.backends.alltoall.exact import SlotWay, slot_packets, slot_sums, slot_way
 from moe_dispatch.backends.alltoall.kernels import lend_packets
-from moe_dispatch.backends.base import Arrived, BackendContext, MoEShape
-from moe_dispatch.backends.rank_major import RankMajorRoute
+from moe_dispatch.backends.base import Arrived, BackendContext
+from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
+from moe_dispatch.backends.wire import Encoded, row_format
 from moe_dispatch.communication import to_device
-from moe_dispatch.errors import ConfigError
+from moe_dispatch.permutation import SlotIndex
 from moe_dispatch.types import Sizes
 
-logger = logging.getLogger("moe_dispatch")
-
 WITHIN_NODE = ".within_node"  # behind the labels of the collectives of the second leg
-
-
-def nodes_of(shape: MoEShape, ranks_per_node: int | None) -> int:
-    """Return the number of ranks of the group that share a node.
-
-    Args:
-        shape: Shape with the detected number of ranks per node.
-        ranks_per_node: Number that was configured in place of the detected one, or None.
-
-    Raises:
-        ConfigError: The ranks cannot be divided among nodes of this size.
-    """
-    found = min(ranks_per_node or shape.ranks_per_node or shape.ep_size, shape.ep_size)
-    if shape.ep_size % found:
-        raise ConfigError(
-            f"Backend 'alltoall': ep_size must be a multiple of ranks_per_node, got {shape.ep_size} ranks and "
-            f"ranks_per_node={found}. Give another ranks_per_node, or leave it out to detect it."
-        )
-    return found
 
 
 @final
@@ -82,11 +64,6 @@ class Nodes:
     num_nodes: int
     num_local_experts: int
     exact: bool
-
-    @property
-    def suffixes(self) -> tuple[str, str]:
-        """What stands behind the labels of the collectives of each leg."""
-        return "", WITHIN_NODE
 
     @property
     def relays(self) -> range:
@@ -175,12 +152,119 @@ class Nodes:
 
 
 @final
-class TwoLevelAllToAll(AllToAll):
-    """``alltoall`` with ``levels=2``.
+class NodeTargets(Targets):
+    """The nodes of the group as targets. The table also counts what relays need."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes, self.num_experts = nodes, nodes.num_local_experts
+        self.per_target, self.count = self.num_experts * nodes.ranks_per_node, nodes.num_nodes
+        self.width, self.rows_at = self.num_experts + 1 + nodes.num_columns, self.num_experts + 1
+
+    def members(self, owner_TK: Tensor, to_ranks: Tensor) -> Tensor:
+        nodes, members_PT = self.nodes, rank_members(owner_TK, to_ranks.shape[0])
+        torch.sum(members_PT, 1, out=to_ranks.select(1, self.num_experts))
+        members_MT = rank_members(nodes.node_of(owner_TK), nodes.num_nodes)
+        nodes.write_counts(to_ranks, members_MT)
+        return members_MT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RelayedRoute(RankMajorRoute):
+    """The base of routes with a leg between nodes, and one on the node.
+
+    Attributes:
+        between: The leg between nodes.
+        within: The leg on the node, whose rows are those that arrived on ``between``.
+    """
+
+    between: Leg
+    within: Leg
+
+    @final
+    def spread(self, rows_TD: Tensor, wire: str | None, *, label: str) -> Tensor | Encoded:
+        row, context = row_format(rows_TD.dtype, rows_TD.shape[1], wire), self.context
+        permutation = context.permutations[type(rows_TD), rows_TD.device.type]
+        packets = row.encoded(rows_TD) if permutation.send_places is None else None
+        for leg, suffix in ((self.between, ""), (self.within, WITHIN_NODE)):
+            outgoing = context.workspace.lend(leg.source_B.shape[0], row.nbytes, device=rows_TD.device)
+            if packets is None:
+                row.scatter(permutation, rows_TD, leg.tables, outgoing)
+            elif permutation.send_places is None:
+                permutation.gather(packets, leg.source_B, outgoing)
+            else:
+                permutation.scatter(packets, *leg.tables, outgoing)
+            packets = exchange(context, outgoing, leg.rows_out, leg.rows_in, label + suffix)
+        assert packets is not None
+        return row.decode(packets)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class NodeRoute(RelayedRoute):
+    """A route on which a relay adds up the sums of its node, and sends one sum home for each row."""
+
+    def collect(
+        self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
+    ) -> tuple[Tensor, Tensor | None]:
+        space, device = self.context.workspace, rows_RD.device
+        form, packets = reduced_packets(self, rows_RD, weights_R, values_R)
+        relayed = space.lend(self.within.cu_T.shape[0] - 1, form.stride, device=device)
+        values = None if values_R is None else form.weights(relayed)
+        self.within.add_up(packets, form, form.rows(relayed), values, label=label + WITHIN_NODE)
+        num_rows = self.between.cu_T.shape[0] - 1
+        out = space.lend(num_rows, form.row.hidden, dtype=rows_RD.dtype, device=device)
+        values = None if values_R is None else values_R.new_empty(num_rows, form.top_k)
+        self.between.add_up(relayed, form, out, values, label=label)
+        return out, values
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExactNodeRoute(RelayedRoute):
+    """A route on which the outputs of slots come back one by one, through the relay.
+
+    Attributes:
+        way_between: The way back of the slots between nodes.
+        way_within: Their way back on the node.
+        weights_TK: The weights, which this rank applies to what comes home.
+    """
+
+    way_between: SlotWay
+    way_within: SlotWay
+    weights_TK: Tensor
+
+    def collect(
+        self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
+    ) -> tuple[Tensor, Tensor | None]:
+        form, packets = slot_packets(self.context, rows_RD, values_R)
+        packets = self.way_within.home(self.context, packets, self.index, label=label + WITHIN_NODE)
+        packets = self.way_between.home(self.context, packets, self.way_within.index, label=label)
+        weights_TK = None if weights_R is None else self.weights_TK
+        has_values = values_R is not None
+        return slot_sums(self, self.way_between, packets, form, weights_TK, dtype=rows_RD.dtype, has_values=has_values)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class NodeStarted:
+    """A dispatch whose rows are on their way to the relays.
+
+    Attributes:
+        sent: What ``CountingBackend.send`` returned.
+        exact: The way back of the slots between nodes, and the weights, with ``reduction="exact"``; else None.
+    """
+
+    sent: Started
+    exact: tuple[SlotWay, Tensor] | None
+
+
+@final
+class AllToAllByNode(CountingBackend):
+    """``alltoall_by_node`` on several nodes of several ranks.
 
     Cost: every exchange of rows takes two collectives: one between nodes, and one on each node. The number of host
     syncs stays one. Between nodes, each distinct pair of a row and another node takes the bytes that a pair of a row
-    and a rank takes with one level. If a dispatch is asynchronous, its collective on the node starts in ``wait``.
+    and a rank takes on ``alltoall``. If a dispatch is asynchronous, its collective on the node starts in ``wait``.
 
     Args:
         context: The objects that the backend is built with.
@@ -188,114 +272,69 @@ class TwoLevelAllToAll(AllToAll):
     """
 
     def __init__(self, context: BackendContext, nodes: Nodes) -> None:
-        super().__init__(context)
+        super().__init__(context, NodeTargets(nodes))
         self.nodes = nodes
-        self.targets = self.num_experts * nodes.ranks_per_node, nodes.num_nodes
-        self.width += nodes.num_columns
-        self.rows_at += 1
-
-    def members(self, owner_TK: Tensor, to_ranks: Tensor) -> Tensor:
-        super().members(owner_TK, to_ranks)
-        members_MT = rank_members(self.nodes.node_of(owner_TK), self.nodes.num_nodes)
-        self.nodes.write_counts(to_ranks, members_MT)
-        return members_MT
 
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
-    ) -> Started:
-        """Start the first leg as a dispatch with one level does, with nodes in place of ranks."""
-        started, nodes = super().start(rows_TD, ids_TK, weights_TK, sizes, mark), self.nodes
+    ) -> NodeStarted:
+        """Start the leg between nodes as ``alltoall`` does its only one, with nodes in place of ranks."""
+        sent, nodes = self.send(rows_TD, ids_TK, weights_TK, sizes, mark), self.nodes
         if not nodes.exact:
-            return replace(started, kept=(started.leg,))
-        experts, host, width = self.num_experts, started.host, self.width
+            return NodeStarted(sent=sent, exact=None)
+        experts, host, width = nodes.num_local_experts, sent.host, self.targets.width
         of_slots = slice(experts + 2 + nodes.ranks_per_node, None)  # only relays have numbers there
         slots = [sum(host[begin : begin + width][of_slots]) for begin in range(width, len(host), width)]
         node_TK = nodes.node_of((ids_TK + experts).div(experts, rounding_mode="floor"))
-        return replace(started, kept=(started.leg, slot_way(slots, node_TK, nodes.relays), weights_TK))
+        return NodeStarted(sent=sent, exact=(slot_way(slots, node_TK, nodes.relays), weights_TK.detach()))
 
-    def finish(self, started: Started) -> Arrived:
+    def finish(self, started: NodeStarted) -> Arrived:
         """Send the packets on: this rank is a relay for the ranks of its node that need them."""
-        context, nodes, relayed, kept = self.context, self.nodes, started.received, started.kept
-        started.work.wait()
-        ids_SK, permutation = started.form.ids(relayed), context.permutation_of(relayed)
-        rows_out, rows_in, slots = nodes.leg_within(started.host)
+        context, nodes, sent, relayed = self.context, self.nodes, started.sent, started.sent.received
+        sent.work.wait()
+        ids_SK, permutation = sent.form.ids(relayed), context.permutation_of(relayed)
+        rows_out, rows_in, slots = nodes.leg_within(sent.host)
         owner_SK = nodes.neighbour_of(ids_SK) if permutation.send_places is None or nodes.exact else None
         tables: tuple[Tensor, ...]
         if permutation.send_places is not None:
-            first = nodes.neighbours.start * self.num_experts
-            places = permutation.send_places(ids_SK, self.num_experts, nodes.ranks_per_node, first=first)
+            first = nodes.neighbours.start * nodes.num_local_experts
+            places = permutation.send_places(ids_SK, nodes.num_local_experts, nodes.ranks_per_node, first=first)
             tables, outgoing = lend_packets(context, places, relayed.shape[1], sum(rows_out))
             permutation.scatter(relayed, *tables, outgoing)
         else:
             assert owner_SK is not None
             members_PS = rank_members(owner_SK, nodes.ranks_per_node)
             tables, outgoing = ordered(context, relayed, members_PS, sum(rows_out))
-        inner, received, work = start_rows(context, tables, outgoing, len(relayed), rows_out, rows_in, WITHIN_NODE)
-        if owner_SK is not None and nodes.exact:
-            kept = (*kept, slot_way(slots, owner_SK, nodes.neighbours))
-        return super().finish(replace(started, leg=inner, work=work, outgoing=outgoing, received=received, kept=kept))
+        label = "dispatch" + WITHIN_NODE
+        within, received, work = start_rows(context, tables, outgoing, len(relayed), rows_out, rows_in, label=label)
+        way_within = None if owner_SK is None or not nodes.exact else slot_way(slots, owner_SK, nodes.neighbours)
+        work.wait()
+        rows_SD, weights_SK, ids_SK = sent.form.unpack(received)
+        index = self._index(sent, ids_SK)
+        route: RankMajorRoute
+        if started.exact is None or way_within is None:
+            route = NodeRoute(context=context, between=sent.leg, within=within, index=index)
+        else:
+            way_between, weights_TK = started.exact
+            route = ExactNodeRoute(
+                context=context,
+                between=sent.leg,
+                within=within,
+                index=index,
+                way_between=way_between,
+                way_within=way_within,
+                weights_TK=weights_TK,
+            )
+        return arrive(route, rows_SD, weights_SK, sent.form.row.dtype, wants_weights=sent.wants_weights)
 
-    def route(self, started: Started, ids_SK: Tensor) -> RankMajorRoute:
-        context, nodes, experts = self.context, self.nodes, self.num_experts
-        keys_SK = nodes.keys(ids_SK, started.host[experts :: self.width][1 + context.shape.ep_size :])
-        index = context.permutation_of(keys_SK).group_slots(
+    def _index(self, sent: Started, ids_SK: Tensor) -> SlotIndex:
+        context, nodes, experts = self.context, self.nodes, self.nodes.num_local_experts
+        keys_SK = nodes.keys(ids_SK, sent.host[experts :: self.targets.width][1 + context.shape.ep_size :])
+        return context.permutation_of(keys_SK).group_slots(
             keys_SK,
-            started.host[:experts],
+            sent.host[:experts],
             context.shape.pad_multiple,
             first=self.first_expert * nodes.num_nodes,
             entries_per_key=nodes.num_nodes,
-            real_L=started.counts[:experts],
+            real_L=sent.counts[:experts],
         )
-        outer, *exact = started.kept
-        legs = (outer, started.leg)
-        if not exact:
-            return AllToAllRoute(context=context, legs=legs, index=index)
-        way, weights_TK, inner_way = exact
-        return ExactRoute(context=context, legs=legs, ways=(way, inner_way), index=index, weights_TK=weights_TK)
-
-
-def nodes_seen_from(rank: int, shape: MoEShape, ranks_per_node: int | None, *, exact: bool) -> Nodes | None:
-    """Return the nodes of the group, seen from a rank, if rows travel in two legs; None if they travel in one.
-
-    Args:
-        rank: Number of the rank.
-        shape: As in ``nodes_of``.
-        ranks_per_node: As in ``nodes_of``.
-        exact: Whether slots are counted too, for ``reduction="exact"``.
-
-    Raises:
-        ConfigError: The ranks cannot be divided among nodes of this size.
-    """
-    size = nodes_of(shape, ranks_per_node)
-    if size in (1, shape.ep_size):
-        return None
-    return Nodes(
-        rank=rank,
-        ranks_per_node=size,
-        num_nodes=shape.ep_size // size,
-        num_local_experts=shape.num_local_experts,
-        exact=exact,
-    )
-
-
-def open_levels(context: BackendContext, ranks_per_node: int | None, *, exact: bool) -> TwoLevelAllToAll | None:
-    """Open the backend with two levels, and log the nodes. Return None if the second level would save nothing.
-
-    Raises:
-        ConfigError: The group is torch's fake one.
-    """
-    comm = context.communicator
-    nodes = nodes_seen_from(comm.rank, context.shape, ranks_per_node, exact=exact)
-    if nodes and comm.dry_run:
-        raise ConfigError(
-            "Backend 'alltoall': a dry run must have levels=1, got levels=2, on which ranks of other places on their "
-            "nodes do not send what this rank sends. Set levels=1."
-        )
-    if comm.rank == 0:
-        logger.info(
-            "backend 'alltoall': levels=2, ranks per node: %d (%s), %s.",
-            nodes_of(context.shape, ranks_per_node),
-            "detected" if ranks_per_node is None else "configured",
-            f"nodes: {nodes.num_nodes}" if nodes else f"ranks: {comm.size}, so it works as levels=1",
-        )
-    return None if nodes is None else TwoLevelAllToAll(context, nodes)
