@@ -37,7 +37,7 @@ BACKENDS: dict[str, tuple[Any, list[int]]] = {
     "alltoall, idle rank": ("alltoall", [9, 0, 1, 6]),
     "allgather": ("allgather", [7, 2]),
     "exact": ({"name": "alltoall", "reduction": "exact"}, [5, 2]),
-    "two levels": ({"name": "alltoall", "levels": 2, "ranks_per_node": 2}, [4, 1, 0, 6]),
+    "by node": ({"name": "alltoall_by_node", "ranks_per_node": 2}, [4, 1, 0, 6]),
 }
 MODES: dict[str, dict[str, Any]] = {
     "eager": {},

@@ -178,7 +178,7 @@ def test_a_second_exchange_is_noticed(counted: Counted, monkeypatch: pytest.Monk
 
     def exchanging(ctx: Any, grad: Tensor) -> Any:
         route = ctx.given.copies.route
-        route.spread_gradient(torch.zeros(route.legs[0].cu_T.shape[0] - 1, HIDDEN))
+        route.spread_gradient(torch.zeros(route.leg.cu_T.shape[0] - 1, HIDDEN))
         return backward(ctx, grad)
 
     monkeypatch.setattr(last._OfMatrix, "backward", staticmethod(exchanging))
