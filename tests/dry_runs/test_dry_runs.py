@@ -218,7 +218,7 @@ def test_a_dry_run_says_so(fake: dist.ProcessGroup) -> None:
         ({"name": "hybridep", "emulate": True}, "Backend 'hybridep' needs ranks to exchange rows with, got a dry run"),
         ({"name": "deepep", "emulate": "v1.2.1"}, "Backend 'deepep' needs ranks to exchange rows with, got a dry run"),
         ({"name": "deepep", "emulate": "v2.5.0"}, "Backend 'deepep' needs ranks to exchange rows with, got a dry run"),
-        ({"name": "alltoall_by_node", "ranks_per_node": 2}, "a dry run must have levels=1, got levels=2"),
+        ({"name": "alltoall_by_node", "ranks_per_node": 2}, "a dry run must be on one node, got several"),
     ],
     ids=str,
 )
