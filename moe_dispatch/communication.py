@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, NoReturn, TypeVar, final
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,30 @@ class Alone:
 Value = TypeVar("Value")
 
 
+@final
+class JobGroup(NamedTuple):
+    """What torch.distributed knows of a process group, to find it again after it was destroyed and made anew.
+
+    Attributes:
+        is_default: Whether it is the default group.
+        name: Its name.
+        ranks: Its ranks in the default group.
+    """
+
+    is_default: bool
+    name: str
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> JobGroup | None:
+        """Return the record of a group; None for a wrapper, or a group that torch.distributed does not know."""
+        if type(group) is dist.ProcessGroup:
+            with suppress(KeyError, ValueError, RuntimeError):
+                ranks = dist.get_process_group_ranks(group)
+                return cls(group is dist.group.WORLD, group.group_name, tuple(ranks))
+        return None
+
+
 class Communicator:
     """Run collectives on a process group, or on a single rank without one, and count calls and sent bytes.
 
@@ -55,6 +79,7 @@ class Communicator:
 
     Attributes:
         group: The process group, or None for a single rank.
+        of_job: What torch.distributed knew of the group; None if it did not know it.
         observers: What observes the group; the same list in all communicators of the group.
         rank: This rank's number in the group.
         size: Number of ranks.
@@ -74,10 +99,8 @@ class Communicator:
         return super().__new__(kind)
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.observers = observers_of(group)
+        self.hold(group)
         inside = None if group is None else real_group(group)
-        self._is_wrapped = inside is not group
         self.rank = 0 if inside is None else inside.rank()
         self.size = 1 if inside is None else inside.size()
         self.bytes_sent: Counter[str] = Counter()
@@ -109,6 +132,17 @@ class Communicator:
                 "the dispatcher and build another."
             )
         return inside if getattr(type(wrapper), name) is getattr(dist.ProcessGroup, name) else wrapper
+
+    def hold(self, group: dist.ProcessGroup | None) -> None:
+        """Use a group from now on. It has this rank and this size."""
+        self.group, self.of_job = group, JobGroup.of(group)
+        self.observers = observers_of(group)
+        self._is_wrapped = group is not None and real_group(group) is not group
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the group was destroyed."""
+        return self.of_job is not None and JobGroup.of(self.group) is None
 
     def let_go(self) -> None:
         """Drop the process group, at ``close`` or at the end of the process. Nothing can be sent afterwards."""

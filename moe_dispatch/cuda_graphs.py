@@ -19,7 +19,7 @@ from moe_dispatch.types import Capacity, Plan
 class Captured:
     """A captured CUDA graph, made by ``capture``. Run it with ``replay``."""
 
-    _capacities: Sequence[tuple[Dispatcher, Capacity | None]]
+    _captured: Sequence[tuple[Dispatcher, int, Capacity | None]]
     _inputs: tuple[Tensor, ...]
     _plan: Plan | None
     _graph: Any
@@ -38,12 +38,14 @@ class Captured:
             The result of the captured function. Every replay returns the same tensors, with new values.
 
         Raises:
-            StateError: A dispatcher is closed or has grown, or ``plan`` is not the captured plan.
+            StateError: A dispatcher is closed, was released or has grown, or ``plan`` is not the captured plan.
             InputError: The number, shape, dtype or device of the inputs differs from the captured inputs.
         """
-        for dispatcher, captured in self._capacities:
-            capacity = dispatcher._channel.capacity  # raises if closed
-            if capacity != captured:
+        for dispatcher, opening, capacity in self._captured:
+            channel = dispatcher._channel  # raises if closed
+            if channel.opening != opening:
+                raise StateError("Captured.replay: a dispatcher was released since the capture. Capture again.")
+            if channel.capacity != capacity:
                 raise StateError("Captured.replay: a dispatcher has grown since the capture. Capture again.")
         if plan is not None and plan is not self._plan:
             raise StateError(
@@ -99,7 +101,8 @@ def capture(
     inside = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs)
     undo = [each._channel.meter.watch_trained() for each in dispatchers]
     recorded = _record(lambda: function(*inside), warmup, undo)
-    return Captured([(each, each._channel.capacity) for each in dispatchers], inside, plan, *recorded)
+    captured = [(each, each._channel.opening, each._channel.capacity) for each in dispatchers]
+    return Captured(captured, inside, plan, *recorded)
 
 
 def _not_on_cuda(inputs: tuple[Tensor, ...]) -> list[str]:

@@ -177,6 +177,17 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             "nothing",
         ),
     ],
+    "capabilities/phases": [
+        (
+            "Dispatcher(DispatcherConfig(num_experts=8, top_k=2, hidden_size=16)).release()",
+            "ConfigError: moe_dispatch.capabilities.phases is not installed. Dispatcher.release needs it. "
+            "Use Dispatcher.close and build again, or ",
+        ),
+        (
+            "from moe_dispatch.dispatchers import release",
+            "ModuleNotFoundError: No module named 'moe_dispatch.capabilities.phases'",
+        ),
+    ],
     "capabilities/quantised": [
         *(
             (

@@ -445,6 +445,10 @@ class Backend(ABC):
         Buffers grow here and never inside ``dispatch``, so that no rank decides alone that its buffers grow.
         """
 
+    def memory_held(self) -> int:
+        """Return the bytes of memory that stay with the backend between calls, as far as they are known."""
+        return self.context.workspace.nbytes
+
     def close(self) -> None:  # noqa: B027
         """Release buffers. It is safe to call this twice."""
 

@@ -29,6 +29,12 @@ class Workspace:
         self._lent: list[torch.UntypedStorage] = []
         self._lock = threading.Lock()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory in the pool, in use or not."""
+        with self._lock:
+            return sum(storage.nbytes() for storage in self._lent)
+
     def lend(self, *shape: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:
         """Return memory with undefined contents. It is reused when nothing refers to it.
 

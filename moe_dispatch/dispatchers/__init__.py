@@ -41,6 +41,7 @@ from moe_dispatch.seams.plug_ins import imported_on_use
 
 if TYPE_CHECKING:
     from moe_dispatch.capabilities.balance.slot_weights import SlotWeights
+    from moe_dispatch.capabilities.phases.release import release, reopen
     from moe_dispatch.dispatchers.metrics import Metrics
     from moe_dispatch.dispatchers.overflow import RequiredCapacity
     from moe_dispatch.steps.chunks import run_in_chunks
@@ -52,6 +53,8 @@ else:
         RequiredCapacity="moe_dispatch.dispatchers.overflow",
         SlotWeights="moe_dispatch.capabilities.balance.slot_weights",
         even_rounds="moe_dispatch.steps.rounds",
+        release="moe_dispatch.capabilities.phases.release",
+        reopen="moe_dispatch.capabilities.phases.release",
         run_in_chunks="moe_dispatch.steps.chunks",
     )
 
@@ -62,5 +65,7 @@ __all__ = [
     "SlotWeights",
     "build_dispatcher",
     "even_rounds",
+    "release",
+    "reopen",
     "run_in_chunks",
 ]

@@ -80,7 +80,9 @@ def described(facts: Facts, lease: Lease | None) -> Facts:
 
     One dispatcher may have other names on other ranks, so this text is not what the ranks compare.
     """
-    return facts if lease is None else {**facts, "the dispatcher": f"{lease.name!r}, number {lease.number}"}
+    if lease is None:
+        return facts
+    return {"the call": "dispatch", **facts, "the dispatcher": f"{lease.name!r}, number {lease.number}"}
 
 
 def tell_peers(
@@ -99,7 +101,7 @@ def tell_peers(
     """
     try:
         if channel.config.debug or (not has_sizes and channel.agrees_on_rows):
-            _agree_on_largest(channel, 0, error)
+            agree_on_largest(channel, 0, error)
         elif in_dispatch and channel.slots is not None and channel.slots.hears_refusals:
             channel.slots.refuse(channel, error)
         elif in_dispatch and channel.needs.exchanges_counts:
@@ -155,7 +157,7 @@ def settle(
     if config.debug or channel.agrees_on_rows:  # with an agreement, either all ranks have a plan or none
         how = "" if not channel.agrees_on_rows else " with a plan" if plan.settled else " without a plan"
         told = {"the call": "plan"} if facts is None else {"the call": "dispatch" + how, **facts}
-    agree = partial(_agree_on_largest, channel, facts=told, lease=lease)
+    agree = partial(agree_on_largest, channel, facts=told, lease=lease)
     if config.debug and (plan.settled or not channel.agrees_on_rows):
         agree(0, label="debug")  # first, because settling may make buffers, which is collective
     if plan.settled:
@@ -189,7 +191,7 @@ def _footprint(*given: Any) -> dict[str, int]:
     return planned(*given)
 
 
-def _agree_on_largest(
+def agree_on_largest(
     channel: Channel,
     count: int,
     problem: Exception | None = None,

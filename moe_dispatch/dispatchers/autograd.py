@@ -48,7 +48,7 @@ class State:
             rank. False only if no rank wants them and the ranks know it.
         route: Route of the backend.
         number: Number of the dispatch on the trail of the channel.
-        tally: What counts its rows as trained; None if a backward is not part of a training step.
+        tally: What counts its rows as trained.
     """
 
     lease: Lease
@@ -59,8 +59,8 @@ class State:
     padded: int
     wants_weights: bool
     route: Route
+    tally: Tally
     number: int = 0
-    tally: Tally | None = None
 
     def changed(self, **changes: Any) -> State:
         """Return a state with other values. It is no dataclass for ``dataclasses.replace``."""
@@ -362,8 +362,7 @@ class Dispatch(torch.autograd.Function):
             raise double_backward("dispatch")
         if type(grad_RD) is not Tensor:
             check_plain("Dispatcher.dispatch", gradient=grad_RD)
-        if state.tally is not None:
-            state.tally.count()
+        state.tally.count()
         lease = state.lease
         lease.channel.announce(lease.name)
         lease.channel.trail.follow("dispatch.backward", grad_RD.device, of=state.number, dispatcher=lease.number)
@@ -405,8 +404,7 @@ class Combine(torch.autograd.Function):
         if type(grad) is not Tensor:
             check_plain("Dispatcher.combine", gradient=grad)
         (weights_R, rows_RD), state = ctx.saved_tensors, ctx.state
-        if state.tally is not None:  # on one rank, a gradient of the experts may be the only one
-            state.tally.count()
+        state.tally.count()  # on one rank, a gradient of the experts may be the only one
         grad_TD = grad.reshape(state.num_rows, grad.shape[-1])
         lease = state.lease
         lease.channel.announce(lease.name)

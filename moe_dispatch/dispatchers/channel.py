@@ -61,10 +61,14 @@ class Channel:
     """One backend, open on one group, for one config.
 
     These attributes change later: ``checked``, the refcount ``users``, the capacity (in ``grow``), ``observers``,
-    and ``numbers``, which counts the dispatchers that the ranks have built on the channel.
+    ``numbers``, which counts the dispatchers that the ranks have built on the channel, and what ``open`` and ``shut``
+    set.
 
     Attributes:
-        context: The objects that the backend is opened with.
+        context: The objects that the backend is opened with. A channel that is shut has neither.
+        waken: Function that opens the channel for a call, from the name of the dispatcher and the verb. None if the
+            channel is open.
+        opening: How often the channel was shut.
         row_counts: The policy of the config for the number of rows per rank; None if each rank may bring its own
             number, and neither the backend nor a number of chunks depends on the largest.
         capacity: Number of rows that the buffers of a dispatch hold; None if sizes follow the routing.
@@ -112,17 +116,50 @@ class Channel:
         knows_slots = self.slots is None or not self.slots.collective  # when ranks agree on sizes
         sums = self.agrees_on_rows and same_device and not config.graph_safe and knows_slots
         self.num_summed = 1 + shape.num_experts * needs.counts_with_sizes if sums else 0
+        self.opening = 0
+        self.open()
+
+    def open(self) -> None:
+        """Open the backend on the groups as they are. Collective."""
         self.context = BackendContext(
-            shape=shape,
-            communicator=communicator,
-            needs=needs,
-            permutation_name=config.permutation,
-            debug=config.debug,
-            deliver=delivery(config),
+            shape=self.shape,
+            communicator=self.communicator,
+            needs=self.needs,
+            permutation_name=self.config.permutation,
+            debug=self.config.debug,
+            deliver=delivery(self.config),
         )
-        self.backend = options.open(self.context)
-        if config.max_rows_per_dispatch is not None:
-            self.backend.reserve(self.sizes(config.max_rows_per_dispatch))
+        self.backend = self.options.open(self.context)
+        if self.config.max_rows_per_dispatch is not None:
+            self.backend.reserve(self.sizes(self.config.max_rows_per_dispatch))
+        self.waken: Callable[[str, str], None] | None = None
+
+    def shut(self, waken: Callable[[str, str], None] | None = None, *, closes: bool = True) -> None:
+        """Let go of the backend and of the groups. A channel that is shut is in no table.
+
+        Args:
+            waken: What opens the channel again.
+            closes: Whether to close the backend, which may be collective. Otherwise it is dropped.
+        """
+        with _lock:
+            for key in [key for key, other in _channels.items() if other is self]:
+                del _channels[key]
+        self.waken, self.opening = waken, self.opening + 1
+        backend = self.__dict__.pop("backend", None)
+        self.__dict__.pop("context", None)
+        try:
+            if backend is not None and closes:
+                backend.close()
+        finally:
+            self.communicator.let_go()
+            self.control.let_go()
+            if self.slots is not None:
+                self.slots.let_go()
+
+    @property
+    def owner(self) -> str:
+        """What a plan of this channel notes. It changes with each opening, because a plan has room in buffers."""
+        return f"{self.name}/{self.opening}" if self.opening else self.name
 
     def set_capacity(self, capacity: Capacity) -> None:
         """Set the capacity of later dispatches. Collective.
@@ -201,11 +238,12 @@ class Lease:
         if self._collected.detach() is not None:
             _release(self.channel, by_hand=by_hand)
 
-    def enter(self, verb: str = "") -> Channel:
+    def enter(self, verb: str = "", *, wakes: bool = True) -> Channel:
         """Return the channel for a call, and tell what observes the groups who calls.
 
         Args:
             verb: Name of a method of the dispatcher that torch must not compile.
+            wakes: Whether to open a channel that was released. Collective.
 
         Raises:
             StateError: The share was given back; or torch compiles the call, and ``verb`` is given.
@@ -221,6 +259,8 @@ class Lease:
             )
             self.name_in(error)
             raise error
+        if wakes and self.channel.waken is not None:
+            self.channel.waken(self.name, verb)
         if self.channel.communicator.observers or self.channel.control.observers:
             self.channel.announce(self.name)
         return self.channel
@@ -238,7 +278,8 @@ class Lease:
         ):
             return None
         is_observed = channel.communicator.observers or channel.control.observers
-        return channel if self._collected.alive and not is_observed else self.enter()
+        is_ready = self._collected.alive and channel.waken is None and not is_observed
+        return channel if is_ready else self.enter()
 
     def use(self, slots: Slots) -> None:
         """Send the rows of later dispatches to these slots. They must be equal on all ranks, and fit the channel."""
@@ -276,22 +317,18 @@ def _release(channel: Channel, *, by_hand: bool) -> None:
         if channel.users:
             return
         # Ranks collect garbage at different times, so a collective close would make them wait for each other. Such a
-        # channel is kept: a destructor would free memory on this rank that its peers have mapped.
-        is_kept = channel.backend.collective_close and not by_hand
-        for key in [key for key, other in _channels.items() if other is channel and not is_kept]:
-            del _channels[key]
-    if is_kept:
+        # channel is kept: a destructor would free memory on this rank that its peers have mapped. If the group was
+        # destroyed, no rank uses it any more.
+        backend, is_gone = getattr(channel, "backend", None), channel.communicator.is_gone
+        waits = backend is not None and backend.collective_close and not by_hand
+    if waits and not is_gone:
         logger.warning(
             "The last dispatcher of channel %s was collected without close(): its buffers stay for the next dispatcher "
             "of this config and group. Call close() on every rank.",
             channel.name,
         )
         return
-    try:
-        channel.backend.close()
-    finally:
-        channel.communicator.let_go()
-        channel.control.let_go()
+    channel.shut(closes=not waits)
 
 
 _lock = threading.RLock()
@@ -317,9 +354,9 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     process_group, control_group = process_group_of(group), process_group_of(control_group)
     if group is None and config.backend_name != "local" and _ranks_of_job() > 1:
         _warn_of_one_rank()
-    agreed, problem = _attempt(lambda: check_name(name))
+    agreed, problem = attempt(lambda: check_name(name))
     if problem is None:
-        agreed, problem = _attempt(lambda: observe_groups(config, filter(None, (process_group, control_group)), name))
+        agreed, problem = attempt(lambda: observe_groups(config, filter(None, (process_group, control_group)), name))
     communicator = Communicator(process_group)
     control = communicator if control_group is None else Communicator(control_group)
     if problem is None and (control.size, control.rank) != (communicator.size, communicator.rank):
@@ -341,7 +378,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
         return _begin(lease)
     # Then the nodes, on which the constraints of a backend depend.
     nodes = ranks_per_node(control.gather_json(socket.gethostname(), label="build"))
-    drawn, problem = _attempt(lambda: _draw(config, communicator, nodes))
+    drawn, problem = attempt(lambda: _draw(config, communicator, nodes))
     facts = {}
     if drawn is not None:  # constraints may depend on the installed version of the backend's library
         options, _, needs = drawn
@@ -353,7 +390,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
         others = [name for name in known_backends() if name != drawn[0].name]
         reasons = "; ".join(f"{name}: {_why_not(name)}" for name in others)
         logger.info('backend="auto": using %r. Not %s.', drawn[0].name, reasons)
-    channel, problem = _attempt(lambda: Channel(config, communicator, control, *drawn))
+    channel, problem = attempt(lambda: Channel(config, communicator, control, *drawn))
     # Last, whether every rank has opened it. A rank that failed must not leave a channel that the others use.
     raise_alike(control, problem, label="build")
     assert channel is not None
@@ -361,6 +398,13 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
         _channels[key] = open_by_name[channel.name] = channel
         lease = Lease(channel, name)
     return _begin(lease)
+
+
+def list_channel(channel: Channel) -> None:
+    """Let later dispatchers share a channel that was opened again, unless another one has its config and groups."""
+    control = None if channel.control is channel.communicator else channel.control.group
+    with _lock:
+        _channels.setdefault((id(channel.communicator.group), id(control), channel.config.digest), channel)
 
 
 def _begin(lease: Lease) -> Lease:
@@ -396,7 +440,7 @@ def _warn_of_one_rank() -> None:
     )
 
 
-def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+def attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
     """Run an action. Returns its result, or the error that it raised.
 
     Errors of all types are caught, because a backend may raise any of them, and the peers must be told before this rank
@@ -480,4 +524,4 @@ def _drop_backends() -> None:
     """Drop the buffers of open channels, which hold process groups, while the interpreter still runs."""
     for channel in open_by_name.values():
         channel.users = 0  # a dispatcher that is closed from now on must not close the backend
-        del channel.backend
+        channel.__dict__.pop("backend", None)

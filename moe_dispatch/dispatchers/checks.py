@@ -61,7 +61,7 @@ def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Plan:
         valid_T=valid_T,
         num_sent=count,
         settled=False,
-        owner=channel.name,
+        owner=channel.owner,
     )
 
 
@@ -166,7 +166,7 @@ def check_routing(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing | 
         if channel.needs.differentiable:  # otherwise it matters whether a tensor requires grad
             channel.checked.add(kinds)
     if isinstance(plan, Plan):
-        if plan.owner != channel.name or plan.sizes.capacity != channel.capacity:
+        if plan.owner != channel.owner or plan.sizes.capacity != channel.capacity:
             raise foreign_plan(channel, plan)
         if plan.num_rows is None:  # the plan was made without a tensor, so the layout is checked now
             draft_plan(channel, plan.layout, x)
@@ -179,8 +179,10 @@ def check_routing(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing | 
 
 
 def foreign_plan(channel: Channel, plan: Plan) -> StateError:
-    """Return the error of a plan of a dispatcher of another config or group, or from before the capacity has grown."""
-    if plan.owner != channel.name:
+    """Return the error of a plan of another config or group, or from before ``release`` or ``grow``."""
+    if plan.owner.partition("/")[0] == channel.name and plan.owner != channel.owner:
+        return StateError("Dispatcher.dispatch: the plan was made before release(). Make the plan again.")
+    if plan.owner != channel.owner:
         return StateError("Dispatcher.dispatch: the plan is of another config or group. Make it with this dispatcher.")
     return StateError("Dispatcher.dispatch: the capacity has grown since the plan was made. Make the plan again.")
 

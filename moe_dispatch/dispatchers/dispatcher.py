@@ -24,7 +24,7 @@ from moe_dispatch.dispatchers.names import OwnNames
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
 from moe_dispatch.layouts import BSHD, Layout, Rows
 from moe_dispatch.permutation.grouped_mm import leaves_idle_groups
-from moe_dispatch.seams.calls import load_carry, of_thread
+from moe_dispatch.seams.calls import load_carry, load_phases, of_thread
 from moe_dispatch.seams.observers import may_be_wrapped, tell_combined, tell_started
 from moe_dispatch.seams.plug_ins import load_plug_in
 from moe_dispatch.seams.slots import Placement, load_slot_options
@@ -109,8 +109,8 @@ class Dispatcher(OwnNames):
 
     @property
     def _channel(self) -> Channel:
-        """The channel of this dispatcher. Raises StateError if the dispatcher is closed."""
-        return self._lease.enter()
+        """The channel of this dispatcher, open or released. Raises StateError if the dispatcher is closed."""
+        return self._lease.enter(wakes=False)
 
     @property
     def backend_name(self) -> str:
@@ -403,7 +403,7 @@ class Dispatcher(OwnNames):
         """
         from moe_dispatch.dispatchers.metrics import read_metrics  # noqa: PLC0415 - calls never need it
 
-        return read_metrics(self._channel, gather=gather)
+        return read_metrics(self._lease.enter(wakes=gather), gather=gather)
 
     def expert_counts(self, *, every_call: bool = False) -> Tensor:
         """Return how many rows each expert has got from this layer in training. No host sync.
@@ -452,7 +452,7 @@ class Dispatcher(OwnNames):
         from moe_dispatch.dispatchers.self_test import run_self_test  # noqa: PLC0415 - other calls never need it
 
         preferred = torch.device(device or self.config.device or "cpu")
-        run_self_test(self, device_of(self._channel.communicator.group, preferred), dtype)
+        run_self_test(self, device_of(self._lease.enter().communicator.group, preferred), dtype)
 
     def check(self) -> RequiredCapacity:
         """Report overflows, invalid ids and calls that differ between ranks. Graph-safe mode only; collective.
@@ -474,7 +474,7 @@ class Dispatcher(OwnNames):
         """
         from moe_dispatch.dispatchers import overflow  # noqa: PLC0415
 
-        return overflow.check(self._channel)
+        return overflow.check(self._lease.enter())
 
     def required_capacity(self) -> RequiredCapacity:
         """Return the capacity that would have been enough so far. Graph-safe mode only; collective; a host sync.
@@ -484,7 +484,7 @@ class Dispatcher(OwnNames):
         """
         from moe_dispatch.dispatchers import overflow  # noqa: PLC0415
 
-        return overflow.required(self._channel)
+        return overflow.required(self._lease.enter())
 
     def grow(self, *, headroom: float = 1.125) -> RequiredCapacity:
         """Raise the capacity if a dispatch has overflowed. Graph-safe mode only; collective; a host sync.
@@ -505,7 +505,7 @@ class Dispatcher(OwnNames):
         """
         from moe_dispatch.dispatchers import overflow  # noqa: PLC0415
 
-        return overflow.grow(self._channel, headroom)
+        return overflow.grow(self._lease.enter(), headroom)
 
     def retry_on_overflow(
         self,
@@ -542,7 +542,7 @@ class Dispatcher(OwnNames):
         """
         from moe_dispatch.dispatchers import overflow  # noqa: PLC0415
 
-        channels = {dispatcher._channel.name: dispatcher._channel for dispatcher in (self, *others)}
+        channels = {channel.name: channel for channel in (each._lease.enter() for each in (self, *others))}
         everyone = None if group is None else Communicator(group)
         return overflow.retry_on_overflow(list(channels.values()), step, everyone=everyone, headroom=headroom)
 
@@ -553,6 +553,51 @@ class Dispatcher(OwnNames):
         config = self.config
         sizes = f"num_experts={config.num_experts}, top_k={config.top_k}, hidden_size={config.hidden_size}"
         return ", ".join([lease.description, sizes] + [f"name={self.name!r}"] * bool(self.name))
+
+    def release(self) -> None:
+        """Give back what the channel holds: buffers of libraries, symmetric memory, workspaces and process groups.
+
+        Collective. All dispatchers of the channel, that is, with the same config and group, are released at once; a
+        second call does nothing. ``moe_dispatch.dispatchers.release(model)`` releases all channels of a model.
+
+        Parameters, configs, counters, placements, the capacity and names stay. The next dispatch or plan opens the
+        channel again, on the group as it is then, which may have been destroyed and made anew: a wrapper holds the new
+        group; the default group is that of the job; another group is found by its name and ranks, which are the same
+        if groups are made in the same order. Otherwise pass the new group to ``reopen``. Results of dispatches, plans
+        and captured graphs from before are refused.
+
+        Raises:
+            StateError: A call is in flight: rows that still travel, a dispatch without its combine, or an output that
+                needs a backward. Everything stays open on all ranks.
+            PeerError: A call is in flight on another rank; or a rank has not called ``release`` before the timeout of
+                the group, and the error names it.
+            InputError: A rank makes another call instead, and the error names it.
+            ConfigError: ``moe_dispatch.capabilities.phases`` is not installed.
+
+        Cost: a small all-reduce on the control group, and what the library needs to free its memory. Where the group
+        was destroyed before, nothing is exchanged. Memory of torch stays in torch's cache: empty that if another
+        process needs it.
+        """
+        load_phases().release_channels([self._lease])
+
+    def reopen(self, group: Group = None, *, control_group: dist.ProcessGroup | None = None) -> None:
+        """Open the channel after ``release``. Collective. The next dispatch would do it too.
+
+        Args:
+            group: A group of the same ranks, or a mesh, as for the constructor; by default the group is found as
+                ``release`` says.
+            control_group: The control group, as for the constructor.
+
+        Raises:
+            StateError: The dispatcher is closed; or a group is not there, or has another rank or size.
+            ConfigError: The group is no process group; or the ranks differ.
+            PeerError: Opening failed on another rank.
+
+        Cost: two small all-reduces on the control group, and the buffers of the backend. Nothing if it is open.
+        """
+        channel = self._lease.enter(wakes=False)
+        if channel.waken is not None:
+            load_phases().reopen_channel(channel, self._lease.name, group, control_group)
 
     def close(self) -> None:
         """Give back this dispatcher's share of the channel. The last share closes the backend.
@@ -625,6 +670,8 @@ def bring_back(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor
                 tell_combined(channel, sent.state.lease, rows)
             weights_R = autograd.anchor(sent.weights, channel)
             y: Tensor = autograd.Combine.apply(rows, weights_R, sent.state, channel)  # type: ignore[no-untyped-call]
+            if not y.requires_grad:
+                sent.state.tally.end()
             return y
     except Exception as error:
         dispatcher._lease.name_in(error)
@@ -643,13 +690,11 @@ def receive(
     """Wait for the rows of a dispatch, and attach them to the rows and weights that were sent."""
     with torch.no_grad():
         arrived = autograd.finish(departed)
-    tally = None
-    if trains:
-        real_L = arrived.real_tokens_per_expert
-        if torch.is_grad_enabled():  # the caller may change its tensor before the backward, for example all-reduce it
-            real_L = real_L.clone()
-        experts_L = None if departed.assigned is None else departed.assigned.experts_L
-        tally = Tally(lease, real_L, experts_L)
+    real_L = arrived.real_tokens_per_expert
+    if torch.is_grad_enabled():  # the caller may change its tensor before the backward, for example all-reduce it
+        real_L = real_L.clone()
+    experts_L = None if departed.assigned is None else departed.assigned.experts_L
+    tally = Tally(lease, real_L, experts_L, trains=trains)
     state = autograd.State(
         lease=lease,
         layout=layout,

@@ -183,7 +183,7 @@ class Meter:
 
         return take_back
 
-    def _trained_on(self, device: torch.device) -> tuple[Sequence[int], Sequence[Tensor]]:
+    def _trained_on(self, device: torch.device) -> tuple[list[int], list[Tensor]]:
         """Return the numbers of the layers on a device, and their counts of training."""
         found = {layer: by_expert[1] for (layer, its), (by_expert, _) in self._layers.items() if its == device}
         return [*found], [*found.values()]
@@ -307,22 +307,34 @@ class Tally:
     """The rows of one dispatch, which are counted as trained when the first gradient comes back to it.
 
     So a forward without a backward counts nothing, whatever the grad mode. One dispatch may have several backwards, and
-    share its route with recomputations and with ``dispatch(again=...)``. All of them have the same tally.
+    share its route with recomputations and with ``dispatch(again=...)``. All of them have the same tally. It also says
+    whether something of the call is still to come.
 
     Args:
         lease: Lease of the dispatcher.
         real_L: Rows of each slot of this rank, in memory that nobody writes to before the backward.
         experts_L: The expert in each slot; None if every rank holds its own experts only.
+        trains: Whether a backward is part of a training step.
+
+    Attributes:
+        lease: Lease of the dispatcher.
+        is_kept: Whether a recomputation is to take the route.
+        is_pending: Whether a combine, a backward or a recomputation may still come.
     """
 
-    __slots__ = ("_experts_L", "_lease", "real_L")
+    __slots__ = ("_experts_L", "_trains", "is_kept", "is_pending", "lease", "real_L")
 
-    def __init__(self, lease: Lease, real_L: Tensor, experts_L: Tensor | None) -> None:
-        self._lease: Lease | None = lease
-        self.real_L, self._experts_L = real_L, experts_L
+    def __init__(self, lease: Lease, real_L: Tensor, experts_L: Tensor | None, *, trains: bool = True) -> None:
+        self.lease, self.real_L, self._experts_L, self._trains = lease, real_L, experts_L, trains
+        self.is_kept, self.is_pending = False, True
+
+    def end(self) -> None:
+        """Note a combine whose backward will not come."""
+        self.is_pending = self.is_kept and self.is_pending
 
     def count(self) -> None:
         """Count the rows, unless they have been counted."""
-        if (lease := self._lease) is not None:
-            self._lease = None
+        self.is_pending = False
+        if self._trains:
+            self._trains, lease = False, self.lease
             lease.channel.meter.record_trained(lease.layer, self.real_L, self._experts_L)

@@ -48,6 +48,8 @@ class Metrics:
             ``gather``, on all ranks.
         dispatches_left_uneven: Number of dispatches in which ``balance="exact"`` left out copies of experts that would
             have had fewer than ``balance.min_rows`` rows; with ``gather``, the sum over ranks.
+        memory_held: Bytes that the backend holds between calls: buffers of its library, as far as that tells them, and
+            memory that calls reuse. 0 after ``release``; with ``gather``, the sum over ranks.
         slots_replayed: Slots whose expert came from a ``RoutingTable``, by name of the dispatcher. Calls inside
             torch.compile and selective checkpointing are not counted.
         slots_drifted: Those of them in which the router would not have chosen this expert, by name of the dispatcher.
@@ -66,6 +68,7 @@ class Metrics:
     collectives: dict[str, int]
     expert_copies: int
     dispatches_left_uneven: int
+    memory_held: int
     slots_replayed: dict[str, int]
     slots_drifted: dict[str, int]
 
@@ -87,6 +90,7 @@ def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
         "sent": +_total(link.bytes_sent for link in links),
         "calls": _total(link.calls for link in links),
         "copies": meter.copies,
+        "memory": channel.backend.memory_held() if channel.waken is None else 0,
         "observed": {field: counts for observer in channel.observers for field, counts in observer.totals().items()},
     }
     everyone = channel.control.gather_json(mine, label="metrics") if gather else [mine]
@@ -111,6 +115,7 @@ def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
         collectives=dict(calls),
         expert_copies=sum(of["copies"] for of in everyone),
         dispatches_left_uneven=rows["uneven"],
+        memory_held=sum(of["memory"] for of in everyone),
         **{
             field: dict(_total(of["observed"].get(field, {}) for of in everyone))
             for field in ("slots_replayed", "slots_drifted")

@@ -66,3 +66,14 @@ def load_carry() -> Any:
     """
     what = "carry of Dispatcher.dispatch needs it. Leave carry out"
     return load_plug_in("moe_dispatch.capabilities.carry.columns", what)
+
+
+def load_phases() -> Any:
+    """Return the plug-in that gives back what channels hold.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    return load_plug_in(
+        "moe_dispatch.capabilities.phases.release", "Dispatcher.release needs it. Use Dispatcher.close and build again"
+    )

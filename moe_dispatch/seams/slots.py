@@ -88,6 +88,9 @@ class Slots(ABC):
         The last one is ``experts_L`` of ``Assigned``.
         """
 
+    def let_go(self) -> None:  # noqa: B027 - most hold little
+        """Drop what can be made again, when the channel is released."""
+
     def refuse(self, channel: Channel, error: Exception) -> None:
         """Tell peers that wait in ``assign`` that this rank refuses the call, and raise ``error``."""
         raise NotImplementedError

@@ -218,7 +218,8 @@ def test_a_step_that_is_run_again_counts_once() -> None:
 
     def body(group: Group) -> tuple[list[int], list[Tensor]]:
         rows = ROWS[group.rank()]
-        fields = {"graph_safe": {"capacity_factor": 1.0, "on_overflow": "drop"}, "max_tokens_per_rank": 9}
+        safe = {"capacity_factor": 1.0, "on_overflow": "drop"}
+        fields: dict[str, Any] = {"graph_safe": safe, "max_tokens_per_rank": 9}
         layers = [_Layer(small_config(**fields), group, name=str(number)) for number in range(2)]
         layers[0](random_rows(1).requires_grad_(), Routing(torch.tensor([[0, 7]]), torch.ones(1, 2))).sum().backward()
         skewed, runs = Routing(torch.tensor([[0, 1]]).expand(rows, 2).contiguous(), torch.ones(rows, 2)), []

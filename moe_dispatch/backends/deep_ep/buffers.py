@@ -20,6 +20,8 @@ from moe_dispatch.types import Sizes
 
 # Number of rows of the smallest buffer. The libraries round smaller numbers up to this.
 _SMALLEST_ROWS = 512
+# Attributes of buffers that have their bytes: two of v1, two of v2.
+_SIZES = ("num_nvl_bytes", "num_rdma_bytes", "num_bytes", "num_lb_bytes")
 
 
 @final
@@ -98,6 +100,14 @@ class LibraryBackend(Backend):
     def place(self) -> int:
         """Number of the last buffer."""
         return len(self._buffers) - 1
+
+    def memory_held(self) -> int:
+        """Return the bytes of all buffers, as the library tells them, beside those of the workspace."""
+        return super().memory_held() + sum(map(self.bytes_of, self._buffers))
+
+    def bytes_of(self, buffer: Any) -> int:
+        """Return the bytes of one buffer on this rank."""
+        return sum(int(getattr(buffer, name, 0) or 0) for name in _SIZES)
 
     def close(self) -> None:
         """Destroy all buffers, even if destroying one of them raises. Collective. A second call does nothing."""

@@ -342,6 +342,9 @@ class ElasticDeepEP(DeepEP):
 
         return arrived
 
+    def memory_held(self) -> int:
+        return super().memory_held() + sum(self.bytes_of(buffer) for buffer, _ in self._pools)
+
     def close(self) -> None:
         self._deferred.clear()
         self._buffers += [buffer for buffer, _ in self._pools]

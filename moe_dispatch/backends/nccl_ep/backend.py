@@ -232,9 +232,16 @@ class NcclEP(Backend):
         """Release the library's group when no kernel uses the memory of another rank any more."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        self.context.communicator.max([0], label="group")
+        if not self.context.communicator.is_gone:
+            self.context.communicator.max([0], label="group")
         self.ep.ep_finalize()
         self._made_group[0] = False
+
+    def memory_held(self) -> int:
+        """Return the bytes of the rows that the library's group has room for, which the library does not tell."""
+        shape = self.context.shape
+        rows = self._rows * shape.ep_size if self._made_group[0] else 0
+        return super().memory_held() + rows * shape.hidden_size * torch.bfloat16.itemsize
 
     def close(self) -> None:
         """Release the group of the library, which must be gone before the process group is. Collective."""

@@ -85,6 +85,9 @@ class Planned(Slots):
     def copied(self) -> Slots:
         return self
 
+    def let_go(self) -> None:
+        self._planners.clear()
+
     def tensors(self) -> list[Tensor]:
         raise NotImplementedError  # operators refuse a config with balance before they ask
 

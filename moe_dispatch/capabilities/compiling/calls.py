@@ -158,6 +158,8 @@ def combine(rows: Tensor, sent: Dispatched) -> Tensor:
     rows, weights = rows.to(sent.in_graph.dtype), sent.weights
     if state.tally is not None:
         rows, weights = _Counted.apply(rows, weights, state.tally)  # type: ignore[no-untyped-call]
+        if not (rows.requires_grad or weights.requires_grad):
+            state.tally.end()
     given = CombineArguments(
         rows=rows,
         weights=weights,

@@ -146,7 +146,7 @@ def dispatch(
     anchor: Tensor | None,
 ) -> list[Tensor]:
     """Send rows to their experts. Takes ``DispatchArguments`` and returns ``DispatchResults``, flat."""
-    link = named_channel(channel)
+    link = named_channel(channel, "")
     if not link.needs.compilable:
         raise ConfigError(
             f"Dispatcher: torch.compile needs a backend whose state is tensors, got {link.backend_name!r}. Keep both "
@@ -200,7 +200,7 @@ def _checked_plan(
 @dispatch.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     given = DispatchArguments(*arguments)
-    rows, weights, real_rows, link = given.rows, given.weights, given.real_rows, named_channel(given.channel)
+    rows, weights, real_rows, link = given.rows, given.weights, given.real_rows, named_channel(given.channel, "")
     new_size, sizes = cast(Callable[[], int], get_ctx().new_dynamic_size), Numbers(*given.numbers).sizes
     padded = sizes.padded_rows
     if padded is None:
@@ -482,11 +482,15 @@ dispatch_backward.register_autograd(partial(_once_only, "dispatch"))
 combine_backward.register_autograd(partial(_once_only, "combine"))
 
 
-def named_channel(name: str) -> Channel:
+def named_channel(name: str, verb: str = "combine") -> Channel:
     """Return the open channel of this name. Operators take names, because they cannot take process groups.
 
+    Args:
+        name: Name of the channel.
+        verb: What is called, if it belongs to an earlier dispatch. A dispatch opens a channel that was released.
+
     Raises:
-        StateError: The channel was closed, or was never opened in this process.
+        StateError: The channel was closed, was never opened in this process, or was released since the dispatch.
     """
     channel = open_by_name.get(name)
     if channel is None or not channel.users:
@@ -494,6 +498,8 @@ def named_channel(name: str) -> Channel:
             f"moe_dispatch operators: channel {name!r} is not open. Keep the dispatcher open while code that was "
             "compiled with it, or a backward of it, still runs."
         )
+    if channel.waken is not None:
+        channel.waken("", verb)
     channel.announce("")  # which dispatcher calls is not known here
     return channel
 

@@ -24,8 +24,9 @@ class DryRun(Communicator):
 
     dry_run = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
+    def hold(self, group: dist.ProcessGroup | None) -> None:
+        """Use a group from now on."""
+        super().hold(group)
         self._is_wrapped = True  # so that ``_maker_of`` is asked for each collective
 
     @property

@@ -148,8 +148,8 @@ def dispatch_anew(dispatcher: Dispatcher, call: Call) -> tuple[Kept, Dispatched 
             state=sent.state,
             carried=_copied(sent.carried),
         )
-        if (tally := sent.state.tally) is not None:
-            tally.real_L = kept.sent.real_tokens_per_expert
+        tally = sent.state.tally
+        tally.real_L, tally.is_kept = kept.sent.real_tokens_per_expert, True
         return sent
 
     if isinstance(arriving, Dispatched):
