@@ -36,7 +36,7 @@ SIMGPU := $(SIMGPU_VENV)/.installed
 SIMGPU_LIBRARIES := $(SIMGPU_VENV)/.libraries
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebook test slow kit mutations multihost faults soak simgpu gpu gpu-wheels matrix findings check format bench docs integration build release clean
+.PHONY: help install demo notebook test slow kit mutations multihost faults soak simgpu gpu gpu-wheels matrix upstream constraints findings check format bench docs integration build release clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -162,6 +162,12 @@ gpu-wheels: ## fetch what make gpu needs beside torch, for a machine without a n
 matrix: ## a part of the tests with each tested version of Python and torch; ARGS="--only torch-2.15"
 	$(PYTHON) tests/matrix/run.py $(ARGS)
 
+upstream: $(DEV) ## the tests of each framework with its newest release, in a fresh environment; ARGS="--only transformers --nightly"
+	$(PY) -m tests.matrix.upstream --python $(PYTHON) $(ARGS)
+
+constraints: $(DEV) ## make constraints.txt; ARGS="--upgrade transformers" lets pip choose anew
+	$(PY) -m tests.matrix.constraints $(ARGS)
+
 findings: ## run the scripts of findings/ in turn, each in an environment of its own, an hour; they download packages
 	for script in findings/*.sh; do echo "== $$script"; PYTHON=$(PYTHON) "$$script" || exit 1; done
 
@@ -197,4 +203,4 @@ release: build ## check the archives in dist/, and use the wheel outside the che
 	$(PY) -m tests.release $(ARGS)
 
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(MEGATRON_VENV) $(DEEPSPEED_VENV) $(AXOLOTL_VENV) $(SIMGPU_VENV) .venv-matrix-* .frameworks dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(MEGATRON_VENV) $(DEEPSPEED_VENV) $(AXOLOTL_VENV) $(SIMGPU_VENV) .venv-matrix-* .venv-upstream .frameworks dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,6 +25,8 @@ _DERIVED = {
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "moe_token_dispatcher_type": ("alltoall", "allgather"),
     "transformer_impl": (None, "local", "transformer_engine"),
+    "moe_dispatch_fwd_dtype": (None, "bf16"),
+    "moe_combine_bwd_dtype": (None, "bf16"),
 }
 # The way out for each field with another value. Fields that are not in _ACCEPTED must be None or False.
 _WAYS_OUT = {
@@ -37,6 +39,10 @@ _WAYS_OUT = {
     'num_sms_dispatch and num_sms_combine of "hybridep"',
     "moe_ncclep_static_shape": "Leave it out, and pass graph_safe=True, max_tokens_per_rank=",
     "moe_ncclep_zero_copy": "Leave it out",
+    "moe_dispatch_fwd_dtype": 'Leave it out, and pass wire="mxfp8"',
+    "moe_combine_bwd_dtype": "Leave it out: gradients travel in their own dtype",
+    "moe_megakernel_backend": "Leave it out: a megakernel moves rows and runs experts itself, so it takes the place of "
+    "every dispatcher",
     "moe_pad_expert_input_to_capacity": "Set it to False; for static shapes pass max_tokens_per_rank= and "
     'graph_safe={"capacity_factor": ..., "on_overflow": ...}',
     "moe_pad_experts_for_cuda_graph_inference": "Set it to False; for static shapes pass graph_safe=True, "

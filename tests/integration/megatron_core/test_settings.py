@@ -248,3 +248,35 @@ def test_this_version_is_a_tested_one() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_version("megatron-core")
+
+
+# Fields that the tested releases lack, with their defaults.
+AFTER_0_19 = {"moe_megakernel_backend": None, "moe_dispatch_fwd_dtype": "bf16", "moe_combine_bwd_dtype": "bf16"}
+
+
+def later_settings(**changes: Any) -> Any:
+    return SimpleNamespace(**{"num_moe_experts": 8, "moe_token_dispatcher_type": "alltoall", **AFTER_0_19, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"moe_megakernel_backend": "mok"},
+            r"moe_megakernel_backend='mok' is not .* takes the place of every dispatcher",
+        ),
+        (
+            {"moe_megakernel_backend": "fk"},
+            r"moe_megakernel_backend='fk' is not .* takes the place of every dispatcher",
+        ),
+        ({"moe_dispatch_fwd_dtype": "mxfp8"}, r"moe_dispatch_fwd_dtype='mxfp8' .* pass wire=\"mxfp8\""),
+        ({"moe_combine_bwd_dtype": "mxfp8"}, r"moe_combine_bwd_dtype='mxfp8' .*gradients travel in their own dtype"),
+        ({"moe_flex_dispatcher_backend": "deepepv2", "moe_token_dispatcher_type": "flex"}, r'Set it to "alltoall"'),
+    ],
+)
+def test_what_goes_around_every_dispatcher_in_core_0_20_is_refused(changes: dict[str, Any], told: str) -> None:
+    from moe_dispatch.integrations.megatron.settings import check_settings
+
+    check_settings(later_settings())
+    with pytest.raises(ConfigError, match=rf"^MegatronDispatcher: .*{told}"):
+        check_settings(later_settings(**changes))
