@@ -125,7 +125,7 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         """
 
         hidden_dim: int
-        backend: str | dict[str, Any] = "auto"
+        backend: str | Mapping[str, Any] = "auto"
         options: dict[str, Any] = field(default_factory=dict)
         name: str = ""
         num_max_tokens_per_rank: int | None = None
@@ -283,7 +283,7 @@ def _without_exchange(experts: RoutedExperts) -> RoutedExperts:
 
 
 def moe_dispatch_override(
-    cfg: RoutedExperts.Config, *, backend: str | dict[str, Any] = "auto", name: str = "", **options: Any
+    cfg: RoutedExperts.Config, *, backend: str | Mapping[str, Any] = "auto", name: str = "", **options: Any
 ) -> RoutedExperts.Config:
     """Return a copy of ``cfg`` with our token dispatcher. Use it in ``override.imports``, or call it.
 

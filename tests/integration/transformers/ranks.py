@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -183,6 +184,43 @@ def round_trip(case: Case, rank: int) -> dict[str, Any]:
         "keys": list(got) == list(wanted),
         "difference": max(float((got[name] - wanted[name]).abs().max()) for name in wanted),
     }
+
+
+def resume(case: Case, rank: int) -> dict[str, Any]:
+    """Losses after a checkpoint of torch, without a break and in a new model; and what Trainer says of resuming."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from transformers import Trainer, TrainingArguments
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> float:
+        loss = loss_of(model, BATCHES[(rank + number) % 4], targets(*BATCHES))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    def made() -> tuple[Any, torch.optim.Optimizer]:
+        model = load(case).train()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    model, optimizer = made()
+    for number in range(2):
+        step(model, optimizer, number)
+    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder[0])
+    unbroken = [step(model, optimizer, number) for number in (2, 3)]
+    model, optimizer = made()
+    fresh = get_state_dict(model, optimizer)
+    dcp.load({"model": fresh[0], "optimizer": fresh[1]}, checkpoint_id=folder[0])
+    set_state_dict(model, optimizer, model_state_dict=fresh[0], optim_state_dict=fresh[1])
+    resumed = [step(model, optimizer, number) for number in (2, 3)]
+    try:
+        Trainer(model, TrainingArguments(folder[0], use_cpu=True, report_to=[]))
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    return {"unbroken": unbroken, "resumed": resumed, "refused": refused}
 
 
 def indivisible(case: Case, rank: int) -> str:

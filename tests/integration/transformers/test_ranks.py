@@ -23,6 +23,7 @@ from tests.integration.transformers.ranks import (
     generate,
     generate_in_rounds,
     indivisible,
+    resume,
     round_trip,
     train,
 )
@@ -81,6 +82,8 @@ OTHER: dict[str, tuple[Callable[[Case, int], Any], Case]] = {
     "lora, balanced": (ADAPTED, Case(mesh=PLAIN, fields=BALANCED)),
     "lora, recomputed": (ADAPTED, Case(mesh=PLAIN, fields={"chunks": {"tokens": 4, "recompute": True}})),
     "round trip": (round_trip, Case(mesh=PLAIN)),
+    "resume": (resume, Case(mesh=PLAIN)),
+    "resume, ep 2": (resume, Case(mesh=MESHES["fsdp 4, ep 2"])),
     "indivisible": (indivisible, Case(mesh=PLAIN, changes={"num_experts": 6})),
 }
 
@@ -166,3 +169,10 @@ def test_experts_that_do_not_divide_are_refused() -> None:
     for text in results("indivisible"):
         assert text.startswith("Cannot evenly shard 6 experts across 4 expert-parallel ranks")  # by transformers
         assert "num_experts (6) must be divisible by ep_size (4)" in text
+
+
+@pytest.mark.parametrize("name", ["resume", "resume, ep 2"])
+def test_a_run_resumes_from_a_checkpoint_of_torch_although_trainer_refuses_to(name: str) -> None:
+    for found in results(name):
+        assert found["resumed"] == found["unbroken"]
+        assert "Resuming is not supported for models sharded at load time" in found["refused"]
