@@ -95,7 +95,7 @@ class Communicator:
         if group is None or "fake" not in _backend_name(real_group(group)).replace(":", ",").split(","):
             return super().__new__(cls)
         what = "A fake process group needs it. Use another group"
-        kind = load_plug_in("moe_dispatch.capabilities.dry_runs.communicator", what).DryRun
+        kind: type[Communicator] = load_plug_in("moe_dispatch.capabilities.dry_runs.communicator", what).DryRun
         return super().__new__(kind)
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

@@ -57,8 +57,8 @@ class AllToAllByNodeOptions(BackendOptions):
         nodes = self._nodes(comm.rank, shape)
         if nodes is not None and comm.dry_run:
             raise ConfigError(
-                "Backend 'alltoall_by_node': a dry run must be on one node, got several, on which ranks of other places "
-                "on their nodes do not send what this rank sends. Use backend='alltoall'."
+                "Backend 'alltoall_by_node': a dry run must be on one node, got several, on which ranks of other "
+                "places on their nodes do not send what this rank sends. Use backend='alltoall'."
             )
         if comm.rank == 0:
             logger.info(
