@@ -21,7 +21,7 @@ FLOORS = (
     ("communication",),
     ("permutation", "layouts"),
     ("types",),
-    ("dispatched", "seams.slots", "seams.observers", "seams.calls", "seams.tracing"),
+    ("dispatched", "seams.slots", "seams.observers", "seams.call", "seams.calls", "seams.tracing"),
     ("backends",),
     ("config",),
     ("dispatchers",),

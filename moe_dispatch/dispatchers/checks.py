@@ -13,11 +13,11 @@ from moe_dispatch.backends.base import Constraints
 from moe_dispatch.communication import to_device
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatched import Dispatched, check_plain
-from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError, LayoutError, StateError, shown
 from moe_dispatch.layouts import Layout
+from moe_dispatch.seams.call import Call
 from moe_dispatch.types import Plan, Routing
 
 ROW_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})

@@ -17,13 +17,13 @@ from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatched import Dispatched, InFlight, check_plain
 from moe_dispatch.dispatchers import autograd, checks
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
-from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel, profiler_range
 from moe_dispatch.dispatchers.meter import Tally
 from moe_dispatch.dispatchers.names import OwnNames
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
 from moe_dispatch.layouts import BSHD, Layout, Rows
 from moe_dispatch.permutation.grouped_mm import leaves_idle_groups
+from moe_dispatch.seams.call import Call
 from moe_dispatch.seams.calls import load_carry, load_phases, of_thread
 from moe_dispatch.seams.observers import may_be_wrapped, tell_combined, tell_started
 from moe_dispatch.seams.plug_ins import load_plug_in

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from moe_dispatch.backends.wire import wire_format
 from moe_dispatch.dispatched import Dispatched
-from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.dispatcher import make
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Rows
+from moe_dispatch.seams.call import Call
 from moe_dispatch.types import Routing
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from moe_dispatch.backends.wire import Encoded
     from moe_dispatch.config import DispatcherConfig
     from moe_dispatch.dispatched import Dispatched, InFlight
-    from moe_dispatch.dispatchers.call import Call
     from moe_dispatch.dispatchers.channel import Channel
     from moe_dispatch.dispatchers.dispatcher import Dispatcher
+    from moe_dispatch.seams.call import Call
     from moe_dispatch.types import Plan
 
 

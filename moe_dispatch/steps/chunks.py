@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from moe_dispatch.dispatched import Dispatched, InFlight
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import facts_of, settle, tell_peers
-from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.errors import InputError
 from moe_dispatch.layouts import Layout, Masked, Rows
+from moe_dispatch.seams.call import Call
 from moe_dispatch.seams.calls import load_carry
 from moe_dispatch.seams.tracing import refuse_traced
 from moe_dispatch.types import Plan, Routing

@@ -22,12 +22,12 @@ from moe_dispatch.capabilities.carry.gathered import Everyone, gather, gathered_
 from moe_dispatch.capabilities.carry.packets import RowWithColumns
 from moe_dispatch.dispatched import Dispatched, check_plain
 from moe_dispatch.dispatchers import autograd
-from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
 from moe_dispatch.errors import InputError
 from moe_dispatch.permutation import SlotIndex
 from moe_dispatch.permutation.strides import dense
+from moe_dispatch.seams.call import Call
 from moe_dispatch.seams.tracing import refuse_traced
 from moe_dispatch.types import Sizes
 

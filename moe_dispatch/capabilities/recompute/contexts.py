@@ -28,10 +28,10 @@ from moe_dispatch.capabilities.recompute.routes import Kept, Log, dispatch_anew,
 from moe_dispatch.capabilities.recompute.tensors import recompute_once
 from moe_dispatch.dispatched import Dispatched, InFlight
 from moe_dispatch.dispatchers.agreement import settle
-from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, bring_back, make
 from moe_dispatch.errors import ConfigError, InputError, StateError
+from moe_dispatch.seams.call import Call
 from moe_dispatch.seams.calls import Interceptor, of_thread
 from moe_dispatch.types import Plan
 

@@ -23,13 +23,13 @@ from moe_dispatch.communication import control_device, raise_alike
 from moe_dispatch.dispatched import Dispatched, InFlight, check_plain
 from moe_dispatch.dispatchers import autograd, checks
 from moe_dispatch.dispatchers.agreement import leave_untold
-from moe_dispatch.dispatchers.call import Call
 from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, make, once
 from moe_dispatch.errors import InputError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.layouts.base import is_host
 from moe_dispatch.permutation import accumulation_dtype
+from moe_dispatch.seams.call import Call
 from moe_dispatch.types import Plan, Routing
 
 _MANY_EXPERTS = torch.iinfo(torch.int16).max
