@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar, final
 
@@ -319,13 +320,13 @@ class Communicator:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Started:
     """A collective that has started. An error of its transport gets a note from the communicator."""
 
-    __slots__ = ("_communicator", "_label", "_work")
-
-    def __init__(self, communicator: Communicator, label: str, work: Work) -> None:
-        self._communicator, self._label, self._work = communicator, label, work
+    _communicator: Communicator
+    _label: str
+    _work: Work
 
     def wait(self) -> None:
         """Wait for the collective; on a GPU only the current stream waits."""

@@ -119,12 +119,12 @@ def arrive(
         demand: As in ``Arrived``, if the backend has ``pair_rows``. Otherwise all rows arrived here, so the index knows
             in graph-safe mode how many were needed.
     """
-    index = route.index
+    index, deliver = route.index, route.context.deliver
     if demand is None and index.needed is not None:
         demand = torch.stack([index.needed, torch.zeros_like(index.needed)])
     real_L, padded_L, padded_list = index.tokens_per_key(weights_SK.device)
     return Arrived(
-        rows=expand(route, rows_SD, dtype),
+        rows=grouped(route, rows_SD, dtype) if deliver is None else deliver(route, rows_SD),
         weights=route.context.permutations[type(weights_SK), weights_SK.device.type].to_grouped(index, weights_SK),
         tokens_per_expert=padded_L,
         real_tokens_per_expert=real_L,

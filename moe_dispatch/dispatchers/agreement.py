@@ -101,11 +101,13 @@ def tell_peers(
     """
     try:
         if channel.config.debug or (not has_sizes and channel.agrees_on_rows):
+            # The peers come to this exchange first, whatever else the call would exchange later.
             agree_on_largest(channel, 0, error)
         elif in_dispatch and channel.slots is not None and channel.slots.hears_refusals:
             channel.slots.refuse(channel, error)
         elif in_dispatch and channel.needs.exchanges_counts:
             preferred = torch.device(channel.config.device or (x.device if isinstance(x, Tensor) else "cpu"))
+            # The peers wait for this rank's counts. A mark of -1 sends all ranks to the exchange of texts below.
             channel.backend.refuse(device_of(channel.communicator.group, preferred))
             raise_alike(channel.control, error, label="refusal")
         elif channel.control.size > 1:
@@ -162,20 +164,23 @@ def settle(
         agree(0, label="debug")  # first, because settling may make buffers, which is collective
     if plan.settled:
         return plan
+    # Nothing below is skipped by one rank alone: whether ranks agree follows from the config, which is equal.
     sizes, num_chunks = Sizes(capacity=channel.capacity), 1
     if policy is not None:
         largest, sums = (config.max_tokens_per_rank if policy == "static" else plan.num_sent) or 0, list[int]()
         if policy not in ("static", "assume"):
+            # The one exchange of a dispatch without a plan. Counts and invalid ids ride along, which saves another.
             largest, sums = agree(largest, ids_TK=ids_TK, invalid=invalid)
         num_chunks = config.num_chunks(largest)
         largest = -(-largest // num_chunks)
         check_max_rows("Dispatcher.plan", needs.padded(largest), needs)
         sizes = channel.sizes(largest)
         if ids_TK is not None and sums:
-            if sums[0]:
+            if sums[0]:  # of all ranks, so all of them exchange the text of the one that is wrong
                 raise_alike(channel.control, problem(), label="refusal")
             if needs.counts_with_sizes:
                 sizes = replace(sizes, tokens_per_expert=tuple(sums[1:]))
+    # Last, because it may grow buffers, which is collective: no rank may have raised by then.
     channel.backend.reserve(sizes)
     footprint = None
     if sizes.capacity is not None:
@@ -222,6 +227,7 @@ def agree_on_largest(
     raise_same = partial(raise_alike, channel.control, of_call=True, label=label)
     high, low, last, first, *found = raise_same(problem, values=values, sums=sums, facts=facts)
     most, least, *summed = found
+    # The errors below follow from numbers that all ranks have, so all of them raise the same one.
     if last not in (-first, UNKNOWN):  # of the ranks that know their dispatcher, two call different ones
         raise_same(None, facts=described(facts or {}, lease))
     if most not in (-least, UNKNOWN):

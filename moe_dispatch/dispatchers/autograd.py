@@ -14,16 +14,26 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Size, Tensor
+from torch.profiler import record_function
 
 from moe_dispatch.backends.base import Arrived, Route
 from moe_dispatch.backends.wire import Encoded
 from moe_dispatch.communication import HostCopy, raise_alike
 from moe_dispatch.dispatched import Dispatched, check_plain
-from moe_dispatch.dispatchers.agreement import described, facts_of, leave_untold, mark_of, settle, tell_peers, text_of
-from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
+from moe_dispatch.dispatchers.agreement import (
+    Facts,
+    described,
+    facts_of,
+    leave_untold,
+    mark_of,
+    settle,
+    tell_peers,
+    text_of,
+)
+from moe_dispatch.dispatchers.channel import NO_RANGE, Channel, Lease, profiled
 from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
 from moe_dispatch.dispatchers.meter import Tally
-from moe_dispatch.errors import LostPeerError, PeerError, StateError
+from moe_dispatch.errors import InputError, LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.seams.slots import Assigned, Slots
 from moe_dispatch.types import Plan
@@ -186,6 +196,7 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
     told = channel.trail.marked(mark_of(given, call.wants_weights), dispatcher)
     if needs.exchanges_counts:
         mark = told
+    # Alone first: a rank that fails here tells its peers in the first exchange that they would wait in.
     given_TK, ids_TK, outcome, assigned = _own_ids(channel, call, mark)
     count, problem = ids_TK.shape[0], partial(problem_of_ids, given_TK, config.num_experts, call.valid_T)
     # The sizes come first, because everything behind them needs them. This also is the last exchange in which a rank
@@ -193,12 +204,14 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
     if config.debug or not plan.settled:
         invalid = outcome if mark is None else None  # with a mark, the outcome is the mark
         plan = settle(channel, plan, facts=facts, lease=call.lease, ids_TK=ids_TK, invalid=invalid, problem=problem)
-    if plan.num_chunks > 1:  # all ranks know this number, so all of them raise
+    # Behind the agreement, which all ranks have left with the same number, so all of them raise.
+    if plan.num_chunks > 1:
         raise needs_chunks(plan, config)
     sizes = plan.sizes
     # Without the sums of an agreement, the host reads the counts of all rows that arrive, and marks with them.
     if needs.counts_with_sizes and sizes.tokens_per_expert is None:
         sizes = replace(sizes, mark=told)
+    # Before the first launch: memory of counters must not be allocated while a CUDA graph is captured.
     if sizes.capacity is not None:
         channel.meter.prepare(call.x_TD.device, call.layer)
         channel.trail.prepare(call.x_TD.device)
@@ -207,7 +220,9 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
     if slots is not None and slots.collective:
         assigned = slots.assign(channel, ids_TK)
         ids_TK = assigned.ids_TK
+    # With graph_safe the host never learns what the device found, so the device itself turns the mark into a refusal.
     marks = [] if mark is None else [torch.where(outcome > 0, -1, mark) if config.graph_safe else outcome]
+    # Nobody else hears of invalid ids then, so this rank reads the outcome when its rows have arrived, not now.
     unread = HostCopy(outcome) if alone else None
     padded = sizes.padded_rows
     if padded is None:
@@ -228,16 +243,12 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
             arrive = partial(channel.backend.finish, channel.backend.start(x_TD, ids_TK, weights_TK, sizes, *marks))
         else:
             arrive = partial(_same, channel.backend.dispatch(x_TD, ids_TK, weights_TK, sizes))
-    except LostPeerError:
-        raise
-    except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
-        # All ranks come here, because all have read the same marks. Only now do they exchange texts, for one error.
-        raise_alike(channel.control, problem(), facts=described(facts, call.lease), of_call=True, label="refusal")
-        if (difference := channel.trail.difference("Dispatcher.dispatch", label="refusal")) is not None:
-            raise difference from None
+    except PeerError as refusal:
+        raise_refusal(channel, call, refusal, facts, problem)
         raise
     if marks or sizes.mark is not None:
         channel.trail.compared()
+    # The trail follows what has been exchanged, so a call that was refused leaves none: its repetition fits the peers'.
     what = text_of("dispatch", given, sizes.group_max_rows if needs.equal_rows or needs.group_max else None)
     number = channel.trail.follow(what, call.x_TD.device, dispatcher=dispatcher, told=config.debug)
     if padded != count or count != call.x_TD.shape[0]:
@@ -257,6 +268,23 @@ def start(channel: Channel, call: Request, *, async_op: bool = False) -> Departe
         columns=columns,
         number=number,
     )
+
+
+def raise_refusal(
+    channel: Channel, call: Request, refusal: PeerError, facts: Facts, problem: Callable[[], InputError | None]
+) -> None:
+    """Raise one error on all ranks, if the marks in their counts said that some rank refuses or makes another call.
+
+    Returns if no rank can say more than ``refusal`` does.
+    """
+    if isinstance(refusal, LostPeerError):
+        return  # a rank that is gone would be missed in the exchange below
+    # All ranks come here, because all have read the same marks. Only now do they exchange texts: a call that no rank
+    # refuses pays for no text.
+    raise_alike(channel.control, problem(), facts=described(facts, call.lease), of_call=True, label="refusal")
+    # No rank has refused and all facts are equal, so the order of calls differs. The trails name the call.
+    if (difference := channel.trail.difference("Dispatcher.dispatch", label="refusal")) is not None:
+        raise difference from None
 
 
 def _own_ids(channel: Channel, call: Request, mark: int | None) -> tuple[Tensor, Tensor, Tensor, Assigned | None]:
@@ -364,17 +392,20 @@ class Dispatch(torch.autograd.Function):
             check_plain("Dispatcher.dispatch", gradient=grad_RD)
         state.tally.count()
         lease = state.lease
-        lease.channel.announce(lease.name)
+        if lease.channel.communicator.observers or lease.channel.control.observers:
+            lease.channel.announce(lease.name)
         lease.channel.trail.follow("dispatch.backward", grad_RD.device, of=state.number, dispatcher=lease.number)
         # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
-        with profiler_range("dispatch.backward"):
+        with record_function("moe_dispatch::dispatch.backward") if profiled() else NO_RANGE:
             try:
                 grad_TD, grad_TK = state.route.dispatch_backward(grad_RD, grad_R)
             except Exception as error:
                 state.lease.name_in(error)
                 raise
-        grad_TD = trim(grad_TD, state.real_rows, state.num_rows)
-        return grad_TD, None if grad_TK is None else trim(grad_TK, state.real_rows, state.num_rows), None, None
+        if state.real_rows is not None or state.padded != state.num_rows:
+            grad_TD = trim(grad_TD, state.real_rows, state.num_rows)
+            grad_TK = None if grad_TK is None else trim(grad_TK, state.real_rows, state.num_rows)
+        return grad_TD, grad_TK, None, None
 
 
 class Combine(torch.autograd.Function):
@@ -395,7 +426,9 @@ class Combine(torch.autograd.Function):
         # ``data`` is no view, so models may add a residual to the result in place, also below FSDP2, which has hooks on
         # it. A library may return a view, and the shape of x makes one.
         y_TD = state.route.combine(rows_RD, weights_R if applied else None).data
-        return state.layout.unflatten(trim(y_TD, state.real_rows, state.num_rows), state.shape).data
+        if state.real_rows is not None or state.padded != state.num_rows:
+            y_TD = trim(y_TD, state.real_rows, state.num_rows)
+        return state.layout.unflatten(y_TD, state.shape).data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -407,10 +440,11 @@ class Combine(torch.autograd.Function):
         state.tally.count()  # on one rank, a gradient of the experts may be the only one
         grad_TD = grad.reshape(state.num_rows, grad.shape[-1])
         lease = state.lease
-        lease.channel.announce(lease.name)
+        if lease.channel.communicator.observers or lease.channel.control.observers:
+            lease.channel.announce(lease.name)
         weights_R = weights_R if ctx.channel.config.weights == "combine" else None
         lease.channel.trail.follow("combine.backward", grad.device, of=ctx.number, dispatcher=lease.number)
-        with profiler_range("combine.backward"):
+        with record_function("moe_dispatch::combine.backward") if profiled() else NO_RANGE:
             if state.real_rows is not None or state.padded != state.num_rows:
                 grad_TD = pad(grad_TD, state.real_rows, state.padded)
             try:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast, final, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatched import Dispatched, InFlight, check_plain
 from moe_dispatch.dispatchers import autograd, checks
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
-from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel, profiler_range
+from moe_dispatch.dispatchers.channel import NO_RANGE, Channel, Group, Lease, lease_channel, profiled
 from moe_dispatch.dispatchers.meter import Tally
 from moe_dispatch.dispatchers.names import OwnNames
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
@@ -314,7 +315,7 @@ class Dispatcher(OwnNames):
             return traced_calls().dispatch_again(x, again)
         channel = self._lease.enter("dispatch")
         try:
-            with profiler_range("dispatch"):
+            with record_function("moe_dispatch::dispatch") if profiled() else NO_RANGE:
                 if type(x) is not Tensor:
                     check_plain("Dispatcher.dispatch", x=x)
                 x_TD = state.layout.flatten(x)
@@ -615,7 +616,7 @@ def make(dispatcher: Dispatcher, call: Call) -> Dispatched | InFlight:
     """Make a dispatch: check it, start to send, and receive the rows."""
     lease, channel, x = dispatcher._lease, dispatcher._lease.channel, call.x
     try:
-        with profiler_range("dispatch"):
+        with record_function("moe_dispatch::dispatch") if profiled() else NO_RANGE:
             try:
                 checked = checks.check_call(channel, call, dispatcher._layout_in)
                 routing, layout = checked.routing, checked.plan.layout
@@ -662,7 +663,7 @@ def bring_back(dispatcher: Dispatcher, rows: Tensor, sent: Dispatched) -> Tensor
     """Make a combine: check it, and bring the rows back."""
     channel = dispatcher._lease.enter("combine")
     try:
-        with profiler_range("combine"):
+        with record_function("moe_dispatch::combine") if profiled() else NO_RANGE:
             if not isinstance(rows, Tensor) and hasattr(rows, "brought_back"):
                 return rows.brought_back(channel, sent)
             rows = checks.check_combine(rows, sent.in_graph, channel)

@@ -6,7 +6,7 @@ may still exchange as many bytes as the others expect, and then nothing but the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import final
 
@@ -55,12 +55,14 @@ class Trail:
         number: Number of calls so far.
         known: Whether every call has told its dispatcher.
         value: The number, if the trail is on the host.
+        compared: Function that forgets the calls that ranks have compared.
     """
 
     def __init__(self, control: Communicator, meter: Meter | None, *, debug: bool = False) -> None:
         self._control, self._meter, self._debug = control, meter, debug
         self.number, self.known, self.value = 0, True, 1
         self._calls: list[tuple[str, int | None]] = []
+        self.compared: Callable[[], None] = self._calls.clear
         self._numbers: dict[torch.device, Tensor] = {}
 
     def prepare(self, device: torch.device) -> None:
@@ -130,10 +132,6 @@ class Trail:
         for each in self._numbers.values():
             number ^= self._meter.read(each)
         return number >> 32, number % 2**32
-
-    def compared(self) -> None:
-        """Forget the calls that ranks have compared."""
-        self._calls.clear()
 
     def difference(self, where: str, *, label: str) -> InputError | None:
         """Return the error of the first call that differs between ranks since they compared, and begin anew.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import final
 
 import torch
@@ -242,7 +243,7 @@ def _sum_block(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor |
        is NaN, so sums that hold a NaN are computed again in the third way. Looking for a NaN takes 3% of the time.
     3. Widen the rows. Float16 needs this way: its range is too small for the parts of a weight.
     """
-    if _fits_bag(rows, weights, out):
+    if _fits_bag(rows.dtype, None if weights is None else weights.dtype, out.dtype):
         bag(rows, members, offsets, weights, out)
         return
     if weights is not None and rows.dtype == out.dtype == torch.bfloat16:
@@ -266,7 +267,9 @@ def sum_by_columns(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Ten
     Blocks of columns need no edges of bags on the host, so there is no host sync. Each column is summed by itself, so
     the blocks change no bit of the sums.
     """
-    if _fits_bag(rows, weights_N, out) and rows.is_contiguous():  # embedding_bag would copy all strided rows
+    if (
+        _fits_bag(rows.dtype, None if weights_N is None else weights_N.dtype, out.dtype) and rows.is_contiguous()
+    ):  # embedding_bag would copy all strided rows
         bag(rows, members_N, cu_S, weights_N, out)
         return
     in_order = torch.arange(members_N.shape[0], device=members_N.device)
@@ -282,7 +285,9 @@ def sum_statically(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Ten
     on belong to no bag. They are not summed, but they must be valid row numbers.
     """
     in_parts = rows.dtype == out.dtype == torch.bfloat16
-    if rows.stride(1) == 1 and (in_parts or _fits_bag(rows, weights_N, out)):
+    if rows.stride(1) == 1 and (
+        in_parts or _fits_bag(rows.dtype, None if weights_N is None else weights_N.dtype, out.dtype)
+    ):
         _sum_windows(rows, members_N, cu_S, weights_N, out)
         return
     # Widen all rows, some columns at a time, so that each number is converted once. Widening the members of each window
@@ -360,11 +365,11 @@ def bag(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor | None, 
     out.copy_(sums if sums.shape == out.shape else sums[: out.shape[0], : out.shape[1]])
 
 
-def _fits_bag(rows: Tensor, weights: Tensor | None, out: Tensor) -> bool:
-    """Return whether embedding_bag accumulates and rounds as ``Permutation`` promises.
+@cache
+def _fits_bag(rows: torch.dtype, weights: torch.dtype | None, out: torch.dtype) -> bool:
+    """Return whether embedding_bag accumulates and rounds as ``Permutation`` promises, from dtypes.
 
     It accumulates 16-bit rows in float32, and it rounds sums and weights to the dtype of the rows.
     """
-    exact = weights is None or weights.dtype == torch.bfloat16
-    in_bfloat16 = exact and rows.dtype == out.dtype == torch.bfloat16
-    return in_bfloat16 or rows.dtype == (torch.float64 if torch.float64 in (rows.dtype, out.dtype) else torch.float32)
+    in_bfloat16 = weights in (None, torch.bfloat16) and rows == out == torch.bfloat16
+    return in_bfloat16 or rows == (torch.float64 if torch.float64 in (rows, out) else torch.float32)

@@ -323,10 +323,10 @@ class CountingBackend(Backend):
     @final
     def index_of(self, sent: Started, ids_SK: Tensor) -> SlotIndex:
         """Return the index of a dispatch with one leg whose rows have arrived, with the global ids ``ids_SK``."""
-        shape = self.context.shape
+        experts, pad_multiple = self.targets.num_experts, self.context.shape.pad_multiple
         permutation = self.context.permutations[type(ids_SK), ids_SK.device.type]
-        slots_L, real_L = sent.host[: shape.num_local_experts], sent.counts[: shape.num_local_experts]
-        return permutation.group_slots(ids_SK, slots_L, shape.pad_multiple, first=self.first_expert, real_L=real_L)
+        slots_L, real_L = sent.host[:experts], sent.counts[:experts]
+        return permutation.group_slots(ids_SK, slots_L, pad_multiple, first=self.first_expert, real_L=real_L)
 
 
 @final
@@ -392,7 +392,8 @@ def start_rows(
     Returns:
         The leg, memory of the workspace for the packets that arrive, and the exchange under way.
     """
-    received = context.for_arrivals(sum(rows_in), outgoing.shape[1], outgoing.device)
+    lend = context.workspace.lend if context.deliver is None else context.for_arrivals
+    received = lend(sum(rows_in), outgoing.shape[1], device=outgoing.device)
     work = context.communicator.all_to_all(received, outgoing, rows_in, rows_out, label=label)
     source_B, *by_row = tables
     if not by_row:
