@@ -188,6 +188,12 @@ CAPABILITIES: dict[str, list[tuple[str, str]]] = {
             "ModuleNotFoundError: No module named 'moe_dispatch.capabilities.phases'",
         ),
     ],
+    "capabilities/pipelining": [
+        (
+            "from moe_dispatch.pipelining import build_stage",
+            "ModuleNotFoundError: No module named 'moe_dispatch.capabilities.pipelining'",
+        ),
+    ],
     "capabilities/quantised": [
         *(
             (

@@ -38,7 +38,7 @@ def test_modules_that_completion_offers() -> None:
     files = Path(moe_dispatch.__file__).parent.glob("*.py")
     public = {file.stem for file in files if not file.stem.startswith("_")}
     core = {"communication", "config", "cuda_graphs", "dispatched", "errors", "types", "versions"}
-    assert public == core | {"balance", "lean", "quantised", "recompute", "replay"}
+    assert public == core | {"balance", "lean", "pipelining", "quantised", "recompute", "replay"}
 
 
 def test_errors_and_the_builtins_they_resemble() -> None:

@@ -68,6 +68,12 @@ class Meter:
         self._reports: dict[tuple[str, torch.device], Tensor] = {}
         self._turns: dict[torch.device, tuple[int, torch.cuda.Stream, torch.cuda.Event]] = {}
 
+    def like(self) -> Meter:
+        """Return a meter of the same layers that has counted nothing."""
+        meter = Meter(self._num_slots, self._num_experts, self._own.start)
+        meter.names, meter.placed = self.names, self.placed
+        return meter
+
     def add(self, name: str) -> int:
         """Return the number of a new layer."""
         self.names.append(name)

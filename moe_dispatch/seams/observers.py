@@ -65,6 +65,8 @@ def observe_groups(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup]
     Raises:
         ConfigError: An observer cannot be attached.
     """
+    if "torch.distributed.pipelining.stage" in sys.modules and has_code("moe_dispatch.capabilities.pipelining"):
+        import_module("moe_dispatch.capabilities.pipelining.stages")
     if config.watchdog is None:
         return {}
     watchdog = load_plug_in("moe_dispatch.capabilities.observers.watchdog", "watchdog needs it. Leave that out")

@@ -30,6 +30,7 @@ from moe_dispatch.layouts import Layout
 from moe_dispatch.layouts.base import is_host
 from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.seams.call import Call
+from moe_dispatch.seams.calls import of_thread
 from moe_dispatch.types import Plan, Routing
 
 _MANY_EXPERTS = torch.iinfo(torch.int16).max
@@ -124,7 +125,9 @@ _unasked: weakref.WeakKeyDictionary[Channel, weakref.WeakSet[Log]] = weakref.Wea
 
 def dispatch_anew(dispatcher: Dispatcher, call: Call) -> tuple[Kept, Dispatched | InFlight]:
     """Make a dispatch, and keep its route."""
-    arriving, layout = make(dispatcher, call), dispatcher._layout_in(call.plan, call.x)
+    outer = of_thread.interceptor
+    arriving = make(dispatcher, call) if outer is None else outer.dispatch(dispatcher, call)
+    layout = dispatcher._layout_in(call.plan, call.x)
     assert call.routing is not None
     weights = call.routing.topk_weights
     kept = Kept(

@@ -1,0 +1,62 @@
+"""Build stages of torch's pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+Tensors = Tensor | tuple[Tensor, ...]
+
+
+def build_stage(
+    module: nn.Module,
+    index: int,
+    num_stages: int,
+    *,
+    inputs: Tensors,
+    outputs: Tensors | None = None,
+    device: torch.device | str,
+    group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> PipelineStage:
+    """Build a stage whose module is not run to learn shapes.
+
+    ``PipelineStage`` without example tensors runs the module once more in the first step, in train mode: the first
+    stage on its first micro-batch, the others on memory that nobody has written. Dispatchers count none of it, but
+    other buffers and counters of the module do.
+
+    Args:
+        module: The layers of the stage.
+        index: Number of the stage, from 0.
+        num_stages: Number of all stages.
+        inputs: What the module is called with for one micro-batch. Only shapes and dtypes are read, so
+            ``torch.empty(tokens, hidden, device="meta")`` is enough.
+        outputs: What it returns; None if that has the shapes of ``inputs``.
+        device: Device of the stage.
+        group: Group of the stages.
+        **options: Other arguments of ``PipelineStage``, such as ``dw_builder``.
+
+    Returns:
+        The stage. Floating outputs, and floating inputs of all stages but the first, require grad.
+    """
+    return PipelineStage(
+        module,
+        index,
+        num_stages,
+        torch.device(device),
+        input_args=_examples(inputs, device, requires_grad=index > 0),
+        output_args=_examples(inputs if outputs is None else outputs, device, requires_grad=True),
+        group=group,
+        **options,
+    )
+
+
+def _examples(tensors: Tensors, device: torch.device | str, *, requires_grad: bool) -> tuple[Tensor, ...]:
+    """Return tensors of the same shapes and dtypes on the device, which take no memory until they are written."""
+    given = (tensors,) if isinstance(tensors, Tensor) else tensors
+    made = (torch.empty(each.shape, dtype=each.dtype, device=device) for each in given)
+    return tuple(each.requires_grad_(requires_grad and each.is_floating_point()) for each in made)
