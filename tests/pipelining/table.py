@@ -51,7 +51,8 @@ CELLS: list[Cell] = [
 
 
 def parameter(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / shape[-2] ** 0.5
+    values: Tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / shape[-2] ** 0.5
+    return values
 
 
 class Experts(Dispatcher):
@@ -199,7 +200,7 @@ def trained(mesh: DeviceMesh, cell: Cell) -> dict[str, Any]:
 def run_cells(rank: int, cells: Iterable[Cell]) -> dict[Cell, Any]:
     """Run cells one after the other; an error, which all ranks raise, is the result of its cell."""
     torch.use_deterministic_algorithms(True)  # a stage that is run to learn shapes reads NaN
-    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep")), {}
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep")), dict[Cell, Any]()
     for cell in cells:
         try:
             found[cell] = trained(mesh, cell)

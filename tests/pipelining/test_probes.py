@@ -20,7 +20,7 @@ from moe_dispatch.seams.observers import Observer
 from moe_dispatch_testing import run_processes
 
 HIDDEN, EXPERTS, TOP_K, MICRO_BATCHES, TOKENS = 16, 4, 2, 4, 5
-WAYS = {
+WAYS: dict[str, Any] = {
     "plain": lambda f, x: f(x),
     "torch": lambda f, x: torch_checkpoint(f, x, use_reentrant=False),
     "own": checkpoint,
