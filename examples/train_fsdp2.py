@@ -5,7 +5,8 @@ r"""Train a mixture-of-experts language model on real text, with FSDP2 and exper
     torchrun --nproc-per-node 8 examples/train_fsdp2.py --backend deepep                   # another library
     torchrun --nproc-per-node 4 examples/train_fsdp2.py --balance '{"name": "exact", "min_rows": 0}'
 
-The last one copies experts also for the few rows of this model, for which a copy does not pay.
+The last one gives every rank the same number of rows, with copies of experts also for the few rows of this model, for
+which a copy does not pay. Variables such as MOE_DISPATCH_BACKEND=deepep set what the options leave out.
 
 The text is what CPython ships for `help()`, as bytes. Documents lie one after another in packs of 256 rows, and what
 remains of a pack is padding: it goes to no expert and counts in no loss. A step takes 8 packs on any number of ranks,
@@ -38,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -208,9 +210,8 @@ def train(given: argparse.Namespace) -> None:
     if PACKS % size or size % ep:
         raise SystemExit(f"{size} ranks must divide {PACKS} packs, and --ep {ep} must divide the ranks")
     mesh = init_device_mesh(device.type, (size // ep, ep), mesh_dim_names=("copies", "ep"))
-    config = DispatcherConfig(
-        backend=given.backend, balance=given.balance, num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN
-    )
+    chosen = {name: getattr(given, name) for name in ("backend", "balance") if name in given}
+    config = DispatcherConfig(num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN, **chosen)
     # Every rank draws all experts and keeps its part. Experts of a real size are too large for that: draw only those of
     # the rank, each from a seed of its own, or load them from a checkpoint.
     torch.manual_seed(SEED)
@@ -224,7 +225,7 @@ def train(given: argparse.Namespace) -> None:
         print(f"resumed from step {first}{': nothing to do, give more --steps' * (first >= given.steps)}", flush=True)
     writer = tensorboard_writer(given.tensorboard) if given.tensorboard and rank == 0 else None
     stream = islice(packs(), first * PACKS, None)
-    before = dispatchers[0].metrics(gather=True)  # of all layers, which share a channel
+    before, num_logged = dispatchers[0].metrics(gather=True), 0  # of all layers, which share a channel
     for step in range(first, given.steps):
         batch = [next(stream) for _ in range(PACKS)]
         num_real = sum(int((targets_T >= 0).sum()) for _, targets_T, _ in batch)
@@ -238,17 +239,21 @@ def train(given: argparse.Namespace) -> None:
             ((loss + AUXILIARY * auxiliary) * (size / num_real)).backward()
             total += loss.detach() / num_real
         setup.reduce(model)
-        setup.clip(model, MAX_NORM)
+        norm = setup.clip(model, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total)
-        now = dispatchers[0].metrics(gather=True)
+        num_logged += num_real
+        values = {"loss": total.item(), "gradient_norm": norm.item()}
+        if given.tensorboard and (step + 1) % given.log_every == 0:  # reading metrics is collective
+            now = dispatchers[0].metrics(gather=True)
+            values |= scalars(now - before, num_logged)
+            before, num_logged = now, 0
         if rank == 0:
-            print(f"step {step + 1}, loss {total.item():.5f}", flush=True)
+            print(f"step {step + 1}, loss {values['loss']:.5f}", flush=True)
+        for name, value in values.items():
             if writer is not None:
-                for name, value in {"loss": total, **scalars(now, before, num_real)}.items():
-                    writer.add_scalar(name, value, step + 1)
-        before = now
+                writer.add_scalar(name, value, step + 1)
         if given.checkpoint is not None and (step + 1 == given.steps or (step + 1) % given.save_every == 0):
             save(given.checkpoint, setup.state(model, optimizer), step + 1)
     if writer is not None:
@@ -257,14 +262,12 @@ def train(given: argparse.Namespace) -> None:
         dispatcher.close()
 
 
-def scalars(now: Metrics, before: Metrics, num_real: int) -> dict[str, float]:
-    """Return what a step has added: loads of experts, dropped slots and rows of padding, of all ranks and layers."""
-    rows_E = now.real_tokens_per_expert - before.real_tokens_per_expert
-    padded = sum(now.rows_padded.values()) - sum(before.rows_padded.values())
+def scalars(steps: Metrics, num_real: int) -> dict[str, float]:
+    """Return loads of experts, dropped slots and padding, of all ranks and layers in steps of ``num_real`` rows."""
     return {
-        "experts/busiest_over_mean": (rows_E.max() / rows_E.float().mean()).item(),
-        "experts/slots_dropped": LAYERS * TOP_K * num_real - rows_E.sum().item(),
-        "experts/rows_padded": padded,
+        "experts/busiest_over_mean": steps.imbalance,
+        "experts/slots_dropped": LAYERS * TOP_K * num_real - steps.real_tokens_per_expert.sum().item(),
+        "experts/rows_padded": sum(steps.rows_padded.values()),
     }
 
 
@@ -294,16 +297,19 @@ def name_or_options(text: str) -> str | dict[str, Any] | None:
     return None if text == "none" else json.loads(text) if text.startswith("{") else text
 
 
+@record  # so that torchrun's last lines show the error of the rank that failed first
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", type=name_or_options, default="auto", help="a name, or options as JSON")
-    parser.add_argument("--balance", type=name_or_options, default="exact", help="the same, or none")
+    left_out = argparse.SUPPRESS
+    parser.add_argument("--backend", type=name_or_options, default=left_out, help="a name, or options as JSON")
+    parser.add_argument("--balance", type=name_or_options, default=left_out, help="the same, or none")
     parser.add_argument("--ep", type=int, help="ranks that share the experts; by default all")
     parser.add_argument("--steps", type=int, default=20, help="the last step")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="to compute in")
     parser.add_argument("--checkpoint", type=Path, help="folder to go on from, and to save to")
     parser.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints; the last has one")
     parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard")
+    parser.add_argument("--log-every", type=int, default=10, help="steps between two reads of the metrics of experts")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if torch.accelerator.is_available():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.dispatchers.channel import Channel
+from moe_dispatch.errors import InputError
 
 
 @final
@@ -24,6 +25,8 @@ class Metrics:
     Replays of a CUDA graph count tokens, expert padding and masked rows, because the device counts them. Replays do not
     count dispatches, rank padding, cut rows, bytes and collectives, because the host counts them.
 
+    ``now - before`` has what was counted between two reads of one dispatcher, or of others on its channel.
+
     Attributes:
         backend: Name of the backend in use.
         dry_run: Whether the group is torch's fake one, so that all numbers are those of ranks that route as this one.
@@ -34,6 +37,7 @@ class Metrics:
         tokens_by_layer: Rows that each expert got from each layer, by name of the dispatcher: int64 (E,) on the CPU.
             Without ``gather``, the rows that this rank computed. Layers without a call are missing. Calls
             inside torch.compile are in the totals only.
+        real_tokens_per_rank: With ``gather``, rows that each rank computed, int64 (P,) on the CPU; otherwise None.
         imbalance: Rows of the busiest expert divided by the mean: 1.0 is balanced, 0.0 means no rows. The layers are
             summed first, so a layer may be less balanced.
         rank_imbalance: With ``gather``, rows of the busiest rank divided by the mean, summed over layers; otherwise
@@ -60,6 +64,7 @@ class Metrics:
     dispatches: int
     real_tokens_per_expert: Tensor
     tokens_by_layer: dict[str, Tensor]
+    real_tokens_per_rank: Tensor | None
     imbalance: float
     rank_imbalance: float | None
     rows_padded: dict[str, int]
@@ -76,6 +81,40 @@ class Metrics:
     def replay_drift(self) -> dict[str, float]:
         """The share of replayed slots in which the router would have chosen otherwise, by name of the dispatcher."""
         return {name: self.slots_drifted[name] / max(count, 1) for name, count in self.slots_replayed.items()}
+
+    def __sub__(self, before: Metrics) -> Metrics:
+        """Return what was counted since ``before``. Both are of the same ranks: read with ``gather``, or without.
+
+        Raises:
+            InputError: Only one was read with ``gather``, or ``before`` has counted more.
+        """
+        ranks = [read.real_tokens_per_rank for read in (self, before)]
+        one_is_missing = (ranks[0] is None) != (ranks[1] is None)
+        if one_is_missing and any(rows is not None and len(rows) > 1 for rows in ranks):
+            raise InputError("Metrics: both must be read with gather=True, or both without, got one of each.")
+        if self.dispatches < before.dispatches:
+            raise InputError(
+                f"Metrics: subtract an earlier read from a later one, got {before.dispatches} dispatches to subtract "
+                f"from {self.dispatches}. Write now - before."
+            )
+        plain = ("backend", "dry_run", "imbalance", "rank_imbalance", "real_tokens_per_rank")
+        names = [field.name for field in fields(self) if field.name not in plain]
+        found = {name: _difference(getattr(self, name), getattr(before, name)) for name in names}
+        rows = None if ranks[0] is None or ranks[1] is None else ranks[0] - ranks[1]
+        return replace(
+            self,
+            **found,
+            real_tokens_per_rank=rows,
+            imbalance=_busiest_over_mean(found["real_tokens_per_expert"]),
+            rank_imbalance=None if rows is None else _busiest_over_mean(rows),
+        )
+
+
+def _difference(now: Any, before: Any) -> Any:
+    """Subtract numbers and tensors, also in mappings by name, in which a new name counts from 0."""
+    if isinstance(now, dict):
+        return {name: value - before.get(name, 0) for name, value in now.items()}
+    return now - before
 
 
 def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
@@ -107,6 +146,7 @@ def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
             name: torch.tensor([of["layers"][name] for of in everyone if name in of["layers"]], device="cpu").sum(0)
             for name in dict.fromkeys(name for of in everyone for name in of["layers"])
         },
+        real_tokens_per_rank=ranks if gather else None,
         imbalance=_busiest_over_mean(tokens),
         rank_imbalance=_busiest_over_mean(ranks) if gather else None,
         rows_padded={"rank": rows["rank"], "expert": sum(of["padding"] for of in everyone)},
