@@ -525,7 +525,7 @@ def _advice(where: tuple[int | str, ...], value: object, fields: Mapping[str, An
         chosen = spec.get("name") if isinstance(spec, Mapping) else spec
         if chosen in owners:
             return f' It is an option of the backend: write backend={{"name": "{chosen}", "{name}": ...}}.'
-        return f" It is an option of backend {' and '.join(map(repr, owners))}, and not of {chosen!r}."
+        return f" It is an option of backend {' or '.join(map(repr, owners))}, and not of {chosen!r}."
     return did_you_mean(name, _names_beside(where, fields))
 
 

@@ -113,7 +113,7 @@ def test_shell_completes_choices() -> None:
         "": COMMANDS,
         "doctor --backend ": known_backends(),
         "doctor -b r": ("reef",),
-        "check a": ("allgather", "alltoall"),
+        "check a": ("allgather", "alltoall", "alltoall_by_node"),
         "plan c.yaml -b alltoall,": [f"alltoall,{name}" for name in known_backends() if name != "alltoall"],
         "compare c.yaml --backends lo": ("local",),
     }.items():

@@ -69,6 +69,7 @@ def test_a_backend_with_a_form_compiles() -> None:
 
 
 def test_a_subclass_has_the_form_of_its_base() -> None:
-    channel = dispatcher_for("local")._channel
-    assert isinstance(channel.backend, Local)
-    assert type(load_form(channel.backend)) is LocalForm
+    dispatcher = dispatcher_for("local")
+    backend = dispatcher._channel.backend
+    assert isinstance(backend, Local)
+    assert type(load_form(backend)) is LocalForm

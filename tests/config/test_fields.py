@@ -37,7 +37,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown backend": ({"backend": "alltoal"}, r"Unknown backend 'alltoal'. Known backends: allgather, alltoall"),
     "option of another backend": (
         {"backend": {"name": "allgather", "reduction": "exact"}},
-        r"It is an option of backend 'local', 'alltoall' and 'alltoall_by_node', and not of 'allgather'.$",
+        r"It is an option of backend 'local' or 'alltoall' or 'alltoall_by_node', and not of 'allgather'.$",
     ),
     "option beside the backend": (
         {"backend": "alltoall", "reduction": "exact"},

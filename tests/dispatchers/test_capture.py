@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -37,7 +37,7 @@ class Replayer:
 def replayers(monkeypatch: pytest.MonkeyPatch) -> list[Replayer]:
     made: list[Replayer] = []
 
-    def record(step: Callable[[], Tensor], warmup: int) -> tuple[Any, Any]:
+    def record(step: Callable[[], Tensor], warmup: int, undo: Sequence[Callable[[], None]]) -> tuple[Any, Any]:
         made.append(Replayer(step, warmup))
         return made[-1], made[-1].outputs
 

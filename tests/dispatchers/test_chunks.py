@@ -270,7 +270,7 @@ def test_a_called_dispatcher_runs_in_chunks_and_tests_itself(backend: str, polic
 
 def test_a_number_of_chunks_from_the_rows_of_each_rank_would_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug of other implementations: a rank with few rows leaves, and the others wait for it."""
-    monkeypatch.setattr(agreement, "_agree_on_largest", lambda channel, count, *others, **more: (count, []))
+    monkeypatch.setattr(agreement, "agree_on_largest", lambda channel, count, *others, **more: (count, []))
 
     def body(group: Group) -> None:
         count = (17, 0)[group.rank()]

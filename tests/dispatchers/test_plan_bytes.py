@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 
 EXPERTS, TOP_K, HIDDEN, MAXIMUM = 8, 3, 32, 40
 # What a route holds for its way back; the rest of it is the context, which outlives the call.
-TABLES = ("index", "legs")
+TABLES = ("index", "leg")
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -57,11 +57,12 @@ class _Copies:
         self, out: Tensor, inp: Tensor, rows_in: Sequence[int], rows_out: Sequence[int], options: object
     ) -> _Copies:
         """Receive from each rank what this rank sends to itself, cut or filled with zeros to the number of rows."""
-        mine = inp.split([*rows_out])[self._rank]
-        for part, count in zip(out.split([*rows_in]), rows_in, strict=True):
-            known = min(count, len(mine))
-            part[:known] = mine[:known]
-            part[known:] = 0
+        mine, counts = inp.split([*rows_out])[self._rank], torch.tensor([*rows_in], device=out.device)
+        starts = (counts.cumsum(0) - counts).repeat_interleave(counts, output_size=len(out))
+        places = torch.arange(len(out), device=out.device) - starts
+        torch.index_select(
+            torch.cat([mine, mine.new_zeros(1, *mine.shape[1:])]), 0, places.clamp_(max=len(mine)), out=out
+        )
         return self
 
     def _allgather_base(self, out: Tensor, inp: Tensor, options: object) -> _Copies:
