@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from moe_dispatch import Dispatched, DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch.capabilities.lean.packets import Copies
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.lean import first_mm, last_mm, swiglu
 from moe_dispatch.permutation import TorchPermutation
@@ -65,6 +66,18 @@ def test_gradients_are_those_of_a_dense_layer(backend: str, mode: str, kind: str
     found = run_layer(lean_config(name, **MODES[mode]), whole, cut, KINDS[kind])
     assert found.keys() >= {"y", "x", "weights", "gate", "up", "down"}
     compare(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["two matrices", "biases"])
+@pytest.mark.parametrize("mode", ["eager", "padded", "experts weigh"])
+@pytest.mark.parametrize("backend", ["local", "alltoall, idle rank"])
+def test_all_copies_at_once_give_the_same(backend: str, mode: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the copies of all experts are multiplied at once."""
+    monkeypatch.setattr(Copies, "by_expert", lambda self, arrived: None)
+    name, cut = BACKENDS[backend]
+    whole = whole_layer(sum(cut))
+    found = run_layer(lean_config(name, **MODES[mode]), whole, cut, KINDS[kind])
+    compare(found, expected(whole, kind, by_experts=mode == "experts weigh"))
 
 
 @pytest.mark.parametrize("deliver", ["rows", "packets"])
@@ -332,6 +345,7 @@ def test_packets_and_quantised_rows_exclude_each_other() -> None:
 
 def test_a_backward_copies_gradients_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The node of the matrix takes the copies over from the node of the rows, and the rows are copied again."""
+    monkeypatch.setattr(Copies, "by_expert", lambda self, arrived: None)  # as on a GPU
     copies, expand = Counter[str](), TorchPermutation.expand
 
     def counted(self: TorchPermutation, *given: Any) -> Tensor:

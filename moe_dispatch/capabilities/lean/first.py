@@ -7,8 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_dispatch.capabilities.lean.matrices import check_sent, checked, gradient_of, joined, real_flags
-from moe_dispatch.capabilities.lean.packets import restored, without_memory
+from moe_dispatch.capabilities.lean.matrices import (
+    check_sent,
+    checked,
+    gradient_from,
+    gradient_of,
+    joined,
+    product_of,
+    real_flags,
+)
+from moe_dispatch.capabilities.lean.packets import Packets, restored, without_memory
 from moe_dispatch.dispatched import Dispatched
 from moe_dispatch.dispatchers.autograd import State, double_backward
 from moe_dispatch.permutation.grouped_mm import grouped_mm
@@ -43,8 +51,10 @@ def first_mm(sent: Dispatched, *weights: Tensor) -> Any:
     if not isinstance(sent.state, State):
         return _one_or_all([sent.grouped_mm(sent.rows.to(dtype), matrix) for matrix in matrices])
     edge, offs, padding = sent.in_graph if sent.packets is not None else sent.rows, sent.offs, sent._padding
-    rows_RD = sent.packets.copied(dtype) if sent.packets is not None else sent.rows.detach().to(dtype)
-    products = _OfRows.apply(edge, rows_RD, offs, padding, *(matrix.detach() for matrix in matrices))  # type: ignore[no-untyped-call]
+    rows_RD = None if sent.packets is not None else sent.rows.detach().to(dtype)
+    if sent.packets is not None:
+        sent.packets.check()
+    products = _OfRows.apply(edge, rows_RD, sent.packets, offs, padding, *(matrix.detach() for matrix in matrices))  # type: ignore[no-untyped-call]
     results = []
     for matrix, product in zip(matrices, products, strict=True):
         token = None
@@ -64,11 +74,20 @@ class _OfRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, edge: Tensor, rows_RD: Tensor, offs: Tensor, padding: Tensor | None, *matrices: Tensor
+        ctx: Any,
+        edge: Tensor,
+        rows_RD: Tensor | None,
+        packets: Packets | None,
+        offs: Tensor,
+        padding: Tensor | None,
+        *matrices: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.dtype = edge.dtype
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(offs, padding, *(matrices if ctx.needs_input_grad[0] else ()))
+        if packets is not None:
+            return tuple(product_of(packets.copies, packets.rows_SD, matrices, offs, padding))
+        assert rows_RD is not None
         return tuple(grouped_mm(rows_RD, matrix, offs, padding) for matrix in matrices)
 
     @staticmethod
@@ -82,7 +101,7 @@ class _OfRows(torch.autograd.Function):
                 of_rows = grouped_mm(grad, matrix.transpose(1, 2), offs, padding)
                 found = of_rows if found is None else found.add_(of_rows)
         found = None if found is None else found.to(ctx.dtype)
-        return found, None, None, None, *[None] * len(grads)
+        return found, None, None, None, None, *[None] * len(grads)
 
 
 class _OfMatrix(torch.autograd.Function):
@@ -105,5 +124,5 @@ class _OfMatrix(torch.autograd.Function):
             return gradient_of(tensors[0], grad, offs, padding), *[None] * (4 + len(tensors))
         if padding is not None:  # copies are zero there
             grad = torch.where(real_flags(offs, padding, grad).unsqueeze(1), grad, 0)
-        rows_RD = restored(ctx.kept, tensors, ctx.dtype)
-        return gradient_of(rows_RD, grad, offs, None), *[None] * (4 + len(tensors))
+        grad = gradient_from(*restored(ctx.kept, tensors), grad.to(ctx.dtype), offs, swapped=False)
+        return grad, *[None] * (4 + len(tensors))

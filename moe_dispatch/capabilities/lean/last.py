@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_dispatch.backends.base import Route
 from moe_dispatch.backends.rank_major import RankMajorRoute
 from moe_dispatch.capabilities.lean.activations import compute, gradients
-from moe_dispatch.capabilities.lean.matrices import check_sent, checked, gradient_of, joined, real_flags
+from moe_dispatch.capabilities.lean.matrices import check_sent, checked, gradient_from, joined, product_of, real_flags
 from moe_dispatch.capabilities.lean.packets import Copies, without_memory
 from moe_dispatch.dispatched import Dispatched, check_plain
 from moe_dispatch.dispatchers import autograd, checks
@@ -296,18 +296,22 @@ class _OfRows(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise double_backward("combine")
         weights_R, matrix, bias, offs, padding, *inputs = ctx.saved_tensors
-        given, dots = ctx.given, None
+        given = ctx.given
         nothing = [None] * 8
         if not (ctx.wants_dots or ctx.wants_rows):
             return None, *nothing, *[None] * ctx.num_inputs
-        grad_RD = given.copies.of(grad, ctx.dtype)
-        grad_RH = grouped_mm(grad_RD, matrix.transpose(1, 2), offs, padding)
-        if ctx.wants_dots and bias is not None:
-            dots = grouped_mm(grad_RD, bias.unsqueeze(2), offs, padding).squeeze(1)
-        if ctx.of_matrix is not None and torch._C._will_engine_execute_node(ctx.of_matrix):
-            # It runs next, and would copy the gradients again.
+        operands = [matrix.transpose(1, 2), *([bias.unsqueeze(2)] if ctx.wants_dots and bias is not None else [])]
+        if given.copies.by_expert(grad) is None and ctx.of_matrix is not None and will_run(ctx.of_matrix):
+            # That node runs next, and would copy the gradients again.
+            grad_RD = given.copies.of(grad, ctx.dtype)
             given.shared[:] = [(torch._C._current_graph_task_id(), grad_RD)]
-        del grad_RD
+            found_RH = [grouped_mm(grad_RD, operand, offs, padding) for operand in operands]
+            del grad_RD
+        else:
+            found_RH = product_of(given.copies, grad, operands, offs, padding)
+        grad_RH = found_RH[0]
+        dots = found_RH[1].squeeze(1) if len(found_RH) > 1 else None
+        del found_RH
         if given.weighs:
             activated = compute(given.activation, inputs) if ctx.wants_dots else None
             flags = real_flags(offs, padding, grad_RH)
@@ -321,6 +325,11 @@ class _OfRows(torch.autograd.Function):
         if ctx.wants_rows:
             grads = [*gradients(given.activation, grad_RH, inputs if given.activation is not None else (grad_RH,))]
         return dots, *nothing, *grads
+
+
+def will_run(node: Any) -> bool:
+    """Return whether a node that is no leaf runs in this pass of the backward."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 class _OfMatrix(torch.autograd.Function):
@@ -348,10 +357,12 @@ class _OfMatrix(torch.autograd.Function):
             raise double_backward("combine")
         weights_R, offs, padding, *inputs = ctx.saved_tensors
         given, of_matrix, of_bias = ctx.given, None, None
+        copies, arrived = given.copies, grad
         task, grad_RD = given.shared.pop() if given.shared else (None, None)
-        if grad_RD is None or task != torch._C._current_graph_task_id():
-            grad_RD = given.copies.of(grad, ctx.dtype)  # zero on padding, where rows may hold NaN
-        rows_RH, flags = compute(given.activation, inputs), real_flags(offs, padding, grad_RD)
+        if grad_RD is not None and task == torch._C._current_graph_task_id():
+            copies, arrived = Copies(route=None), grad_RD  # copies already; zero on padding, where rows may hold NaN
+        rows_RH = compute(given.activation, inputs)
+        flags = real_flags(offs, padding, rows_RH)
         if weights_R is not None:
             rows_RH, _ = given.permutation.weigh(
                 rows_RH, weights_R, lambda: flags, rows_RH.dtype, clears=padding is not None
@@ -359,8 +370,8 @@ class _OfMatrix(torch.autograd.Function):
         elif padding is not None:
             rows_RH = torch.where(flags.unsqueeze(1), rows_RH, 0)
         if ctx.needs_input_grad[0]:
-            of_matrix = gradient_of(rows_RH, grad_RD, offs, None)
+            of_matrix = gradient_from(copies, arrived, rows_RH, offs, swapped=True)
         if ctx.needs_input_grad[1]:
-            ones_R1 = weights_R if weights_R is not None else torch.ones_like(rows_RH[:, 0])
-            of_bias = gradient_of(ones_R1.to(grad_RD.dtype).unsqueeze(1), grad_RD, offs, None).squeeze(1)
+            ones_R = weights_R if weights_R is not None else flags
+            of_bias = gradient_from(copies, arrived, ones_R.to(ctx.dtype).unsqueeze(1), offs, swapped=True).squeeze(1)
         return of_matrix, of_bias, *[None] * (5 + ctx.num_inputs)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_dispatch.backends.wire import Encoded
+from moe_dispatch.capabilities.lean.packets import Copies
 from moe_dispatch.dispatched import Dispatched, check_plain
 from moe_dispatch.errors import InputError
-from moe_dispatch.permutation.grouped_mm import ALIGNED_BYTES, experts_of_rows, matrix_gradient, real_rows
+from moe_dispatch.permutation.grouped_mm import ALIGNED_BYTES, experts_of_rows, grouped_mm, matrix_gradient, real_rows
 from moe_dispatch.permutation.strides import dense
 
 
@@ -51,6 +54,45 @@ def check_sent(where: str, sent: object) -> None:
     """Raise InputError if ``sent`` is no result of a dispatch."""
     if not isinstance(sent, Dispatched):
         raise InputError(f"{where}: sent must be the result of a dispatch, got {type(sent).__name__}.")
+
+
+def product_of(
+    copies: Copies, arrived: Tensor | Encoded, matrices: Sequence[Tensor], offs: Tensor, padding: Tensor | None
+) -> list[Tensor]:
+    """Return the products of the copies of what arrived with matrices, (R, H) each, 0 on padding."""
+    dtype, experts = matrices[0].dtype, copies.by_expert(arrived)
+    if experts is None or not isinstance(arrived, Tensor) or len(experts) != len(offs):
+        rows_RD = copies.of(arrived, dtype)
+        return [grouped_mm(rows_RD, matrix, offs, padding) for matrix in matrices]
+    shapes = [(copies.num_copies, matrix.shape[2]) for matrix in matrices]
+    empty = matrices[0].new_empty if padding is None else matrices[0].new_zeros
+    found = [empty(shape) for shape in shapes]
+    for expert, rows in enumerate(experts):
+        if rows.stop > rows.start:
+            copied = copies.of_expert(arrived, rows, dtype)
+            for product, matrix in zip(found, matrices, strict=True):
+                torch.mm(copied, matrix[expert], out=product[rows])
+    return found
+
+
+def gradient_from(
+    copies: Copies, arrived: Tensor | Encoded, other_RH: Tensor, offs: Tensor, *, swapped: bool
+) -> Tensor:
+    """Return the gradient of matrices, (L, D, H), from copies of what arrived and other rows, which are 0 on padding.
+
+    With ``swapped`` it is (L, H, D).
+    """
+    dtype, experts = other_RH.dtype, copies.by_expert(arrived)
+    if experts is None or not isinstance(arrived, Tensor) or len(experts) != len(offs):
+        pair = copies.of(arrived, dtype), other_RH
+        return gradient_of(*(reversed(pair) if swapped else pair), offs, None)
+    shape = (len(experts), other_RH.shape[1], arrived.shape[1])
+    found = other_RH.new_empty(shape if swapped else (shape[0], shape[2], shape[1]))
+    for expert, rows in enumerate(experts):
+        pair = copies.of_expert(arrived, rows, dtype), other_RH[rows]
+        left, right = reversed(pair) if swapped else pair
+        torch.mm(left.t(), right, out=found[expert])
+    return found
 
 
 def gradient_of(rows: Tensor, grad: Tensor, offs: Tensor, padding: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -18,7 +19,7 @@ from moe_dispatch.backends.rank_major import RankMajorRoute, grouped
 from moe_dispatch.backends.wire import Encoded, wire_format
 from moe_dispatch.dispatched import Dispatched
 from moe_dispatch.errors import StateError
-from moe_dispatch.permutation import Permutation, SlotIndex
+from moe_dispatch.permutation import Permutation, SlotIndex, round_up
 
 
 @final
@@ -27,11 +28,11 @@ class Copies:
     """How rows that arrived are copied to experts.
 
     Attributes:
-        route: Route of the dispatch.
+        route: Route of the dispatch; None if what arrived are copies.
         part: Which of the R rows are wanted; None for all.
     """
 
-    route: Route
+    route: Route | None
     part: slice | None = None
 
     @property
@@ -57,6 +58,36 @@ class Copies:
             is_padding_R = torch.zeros(route.index.num_grouped, dtype=torch.bool, device=rows.device)
             rows.masked_fill_(is_padding_R.index_fill_(0, route.index.padding, True)[part].unsqueeze(1), 0)
         return rows
+
+    def by_expert(self, arrived: Tensor | Encoded) -> list[slice] | None:
+        """Return the real rows of each expert among the wanted ones, if copies are best made for one expert at a time.
+
+        On a CPU, the copies of one expert stay in the cache until they are multiplied, and no memory is needed for all
+        of them. A GPU would wait for many small launches, and graph-safe mode does not know the counts.
+        """
+        route = self.route
+        if not (isinstance(route, RankMajorRoute) and isinstance(arrived, Tensor) and arrived.is_cpu):
+            return None
+        counts, multiple = route.index.counts, route.index.pad_multiple
+        if counts is None:
+            return None
+        part = self.part or slice(0, route.index.num_grouped)
+        begins = accumulate((round_up(count, multiple) for count in counts), initial=-part.start)
+        found = [slice(begin, begin + count) for begin, count in zip(begins, counts, strict=False)]
+        return [each for each in found if each.start >= 0 and each.stop <= part.stop - part.start]
+
+    def of_expert(self, arrived: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Return the copies of one expert, whose rows ``by_expert`` gave."""
+        assert isinstance(self.route, RankMajorRoute)
+        first = 0 if self.part is None else self.part.start
+        source = self.route.index.source_R[first + rows.start : first + rows.stop]
+        return arrived.index_select(0, source).to(dtype)
+
+    @property
+    def num_copies(self) -> int:
+        """Number of copies that are wanted."""
+        assert isinstance(self.route, RankMajorRoute)
+        return self.route.index.num_grouped if self.part is None else self.part.stop - self.part.start
 
     def num_arrived(self, num_grouped: int) -> int:
         """Return the number of rows that arrived, S; R if a vendor's library delivers copies."""
@@ -96,17 +127,17 @@ class Packets:
         return kept[1]
 
     def copied(self, dtype: torch.dtype) -> Tensor:
-        """Return the rows of experts in ``dtype``, without a graph.
+        """Return the rows of experts in ``dtype``, without a graph."""
+        self.check()
+        return self.copies.of(self.rows_SD, dtype)
 
-        Raises:
-            StateError: The rows have been changed in place since they arrived.
-        """
+    def check(self) -> None:
+        """Raise StateError if the rows have been changed in place since they arrived."""
         if self._version is not None and self._version != _versions(self.tensors()):
             raise StateError(
                 "Dispatched.rows: the rows that arrived must stay as they are until experts have read them, got rows "
                 "that were changed in place. On one rank they are x itself: do not write to x before the experts ran."
             )
-        return self.copies.of(self.rows_SD, dtype)
 
     def of_part(self, part: slice) -> Packets:
         """Return the packets for some of the R rows."""
@@ -152,10 +183,10 @@ def deliver(route: RankMajorRoute, rows_SD: Tensor | Encoded) -> Packets:
     return Packets(rows_SD, Copies(route=route), route.context.shape.wire_dtype)
 
 
-def restored(kept: tuple[Copies, str | None], tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the rows of experts in ``dtype`` from ``Packets.saved``."""
+def restored(kept: tuple[Copies, str | None], tensors: Sequence[Tensor]) -> tuple[Copies, Tensor | Encoded]:
+    """Return how rows are copied and what arrived, from ``Packets.saved``."""
     copies, wire = kept
-    return copies.of(tensors[0] if wire is None else wire_format(wire).restored(tensors), dtype)
+    return copies, tensors[0] if wire is None else wire_format(wire).restored(tensors)
 
 
 def without_memory(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
