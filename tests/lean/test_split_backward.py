@@ -16,6 +16,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.capabilities.lean import last
+from moe_dispatch.capabilities.lean.packets import Copies
 from moe_dispatch.communication import Communicator
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.lean import first_mm, last_mm, swiglu
@@ -88,11 +89,25 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
     watch(Communicator, "all_to_all", "exchanges")
     watch(F, "grouped_mm", "products")
+    watch(torch, "mm", "products of one expert")
     return found
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply the copies of all experts at once, as on a GPU."""
+    monkeypatch.setattr(Copies, "by_expert", lambda self, arrived: None)
+
+
 def two_passes(
-    deliver: str, counted: Counted, *, by_torch: bool, frozen: bool = False, is_lean: bool = True, **fields: Any
+    deliver: str,
+    counted: Counted,
+    *,
+    by_torch: bool,
+    frozen: bool = False,
+    is_lean: bool = True,
+    alike: bool = True,
+    **fields: Any,
 ) -> dict[str, dict[str, int]]:
     """Compare the gradients of one backward and of two passes. Return what each pass of every rank did."""
     whole = whole_layer(sum(CUT), seed=3)
@@ -134,7 +149,7 @@ def two_passes(
         return {phase: counted.of(phase) for phase in ("inputs", "weights")}
 
     counts = on_ranks(body, len(CUT))
-    assert all(each == counts[0] for each in counts)
+    assert not alike or all(each == counts[0] for each in counts)
     return counts[0]
 
 
@@ -145,6 +160,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("deliver", ["rows", "packets"])
 def test_the_passes_of_torch_make_nothing_twice(deliver: str, mode: str, counted: Counted) -> None:
@@ -153,12 +169,22 @@ def test_the_passes_of_torch_make_nothing_twice(deliver: str, mode: str, counted
     assert found == {"inputs": {"exchanges": 2, "products": 3 + 1}, "weights": {"products": 3 + 1}}
 
 
+@pytest.mark.parametrize("mode", ["eager", "padded"])
+def test_products_of_one_expert_are_not_made_twice(mode: str, counted: Counted) -> None:
+    """Every rank has two experts. One without rows has no product for its rows, and zeros for its matrix."""
+    found = two_passes("packets", counted, by_torch=True, alike=False, **MODES[mode])
+    assert found["weights"] == {"products of one expert": 2 * (3 + 1)}
+    assert found["inputs"]["exchanges"] == 2
+    assert "products" not in found["inputs"] or found["inputs"]["products"] == 2  # of first matrices, from the results
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_plain_products_are_not_made_twice(mode: str, counted: Counted) -> None:
     found = two_passes("rows", counted, by_torch=True, is_lean=False, **MODES[mode])
     assert found == {"inputs": {"exchanges": 2, "products": 3}, "weights": {"products": 3}}
 
 
+@pytest.mark.usefixtures("at_once")
 def test_the_pass_for_weights_from_the_output_exchanges_only_the_gradient(counted: Counted) -> None:
     """From the output, the gradient must reach the experts once more, but no row goes home."""
     found = two_passes("packets", counted, by_torch=False)
@@ -167,11 +193,13 @@ def test_the_pass_for_weights_from_the_output_exchanges_only_the_gradient(counte
     assert found["weights"]["exchanges"] == 2
 
 
+@pytest.mark.usefixtures("at_once")
 def test_frozen_matrices_have_no_product(counted: Counted) -> None:
     found = two_passes("packets", counted, by_torch=True, frozen=True)
     assert found["weights"] == {"products": 2 + 1}
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_second_exchange_is_noticed(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above must catch: a node that joins the exchange of combine with the last matrix."""
     backward = last._OfMatrix.backward

@@ -84,8 +84,8 @@ def gradient_from(
     """
     dtype, experts = other_RH.dtype, copies.by_expert(arrived)
     if experts is None or not isinstance(arrived, Tensor) or len(experts) != len(offs):
-        pair = copies.of(arrived, dtype), other_RH
-        return gradient_of(*(reversed(pair) if swapped else pair), offs, None)
+        copied = copies.of(arrived, dtype)
+        return gradient_of(other_RH, copied, offs, None) if swapped else gradient_of(copied, other_RH, offs, None)
     shape = (len(experts), other_RH.shape[1], arrived.shape[1])
     found = other_RH.new_empty(shape if swapped else (shape[0], shape[2], shape[1]))
     for expert, rows in enumerate(experts):
