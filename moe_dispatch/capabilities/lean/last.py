@@ -218,15 +218,15 @@ class _Given:
         permutation: Implementation that weighs rows.
         activation: As in ``last_mm``.
         weighs: Whether combine applies the weights.
-        shared: The copies of gradients on their way from the node of rows to that of the matrix, with the number of
-            the backward.
+        shared: What the node of rows leaves to that of the matrix: the number of the backward, copies, what arrived or
+            has been copied, and the result of the activation; None if it was not computed.
     """
 
     copies: Copies
     permutation: Permutation
     activation: Activated | None
     weighs: bool
-    shared: list[tuple[int, Tensor]] = field(default_factory=list)
+    shared: list[tuple[int, Copies, Tensor, Tensor | None]] = field(default_factory=list)
 
 
 def _in_graph(
@@ -301,14 +301,12 @@ class _OfRows(torch.autograd.Function):
         if not (ctx.wants_dots or ctx.wants_rows):
             return None, *nothing, *[None] * ctx.num_inputs
         operands = [matrix.transpose(1, 2), *([bias.unsqueeze(2)] if ctx.wants_dots and bias is not None else [])]
-        if given.copies.by_expert(grad) is None and ctx.of_matrix is not None and will_run(ctx.of_matrix):
-            # That node runs next, and would copy the gradients again.
-            grad_RD = given.copies.of(grad, ctx.dtype)
-            given.shared[:] = [(torch._C._current_graph_task_id(), grad_RD)]
-            found_RH = [grouped_mm(grad_RD, operand, offs, padding) for operand in operands]
-            del grad_RD
-        else:
-            found_RH = product_of(given.copies, grad, operands, offs, padding)
+        # The node of the matrix runs next, if it runs in this pass, and would make the copies and the activation again.
+        runs_next = ctx.of_matrix is not None and torch._C._will_engine_execute_node(ctx.of_matrix)
+        copies, arrived, activated = given.copies, grad, None
+        if runs_next and copies.by_expert(grad) is None:
+            copies, arrived = Copies(route=None), copies.of(grad, ctx.dtype)
+        found_RH = product_of(copies, arrived, operands, offs, padding)
         grad_RH = found_RH[0]
         dots = found_RH[1].squeeze(1) if len(found_RH) > 1 else None
         del found_RH
@@ -320,16 +318,13 @@ class _OfRows(torch.autograd.Function):
             )
             if found is not None:
                 dots = found if dots is None else found + torch.where(flags, dots, 0).to(found.dtype)
-            del activated
+        if runs_next:
+            given.shared[:] = [(torch._C._current_graph_task_id(), copies, arrived, activated)]
+        del arrived, activated
         grads: list[Tensor | None] = [None] * ctx.num_inputs
         if ctx.wants_rows:
             grads = [*gradients(given.activation, grad_RH, inputs if given.activation is not None else (grad_RH,))]
         return dots, *nothing, *grads
-
-
-def will_run(node: Any) -> bool:
-    """Return whether a node that is no leaf runs in this pass of the backward."""
-    return bool(torch._C._will_engine_execute_node(node))
 
 
 class _OfMatrix(torch.autograd.Function):
@@ -357,11 +352,11 @@ class _OfMatrix(torch.autograd.Function):
             raise double_backward("combine")
         weights_R, offs, padding, *inputs = ctx.saved_tensors
         given, of_matrix, of_bias = ctx.given, None, None
-        copies, arrived = given.copies, grad
-        task, grad_RD = given.shared.pop() if given.shared else (None, None)
-        if grad_RD is not None and task == torch._C._current_graph_task_id():
-            copies, arrived = Copies(route=None), grad_RD  # copies already; zero on padding, where rows may hold NaN
-        rows_RH = compute(given.activation, inputs)
+        copies, arrived, rows_RH = given.copies, grad, None
+        if given.shared and given.shared[0][0] == torch._C._current_graph_task_id():
+            _, copies, arrived, rows_RH = given.shared[0]
+        given.shared.clear()
+        rows_RH = compute(given.activation, inputs) if rows_RH is None else rows_RH
         flags = real_flags(offs, padding, rows_RH)
         if weights_R is not None:
             rows_RH, _ = given.permutation.weigh(
@@ -369,6 +364,7 @@ class _OfMatrix(torch.autograd.Function):
             )
         elif padding is not None:
             rows_RH = torch.where(flags.unsqueeze(1), rows_RH, 0)
+        # Copies are zero on padding, where rows may hold NaN.
         if ctx.needs_input_grad[0]:
             of_matrix = gradient_from(copies, arrived, rows_RH, offs, swapped=True)
         if ctx.needs_input_grad[1]:

@@ -22,6 +22,9 @@ from moe_dispatch.errors import StateError
 from moe_dispatch.permutation import Permutation, SlotIndex, round_up
 
 
+AT_ONCE_BYTES = 4 << 20  # fewer bytes of copies are made for all experts at once
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Copies:
@@ -63,13 +66,14 @@ class Copies:
         """Return the real rows of each expert among the wanted ones, if copies are best made for one expert at a time.
 
         On a CPU, the copies of one expert stay in the cache until they are multiplied, and no memory is needed for all
-        of them. A GPU would wait for many small launches, and graph-safe mode does not know the counts.
+        of them. A GPU would wait for many small launches, and graph-safe mode does not know the counts. Few copies are
+        made at once, because a call for each expert would take longer.
         """
         route = self.route
         if not (isinstance(route, RankMajorRoute) and isinstance(arrived, Tensor) and arrived.is_cpu):
             return None
         counts, multiple = route.index.counts, route.index.pad_multiple
-        if counts is None:
+        if counts is None or self.num_copies * arrived.shape[1] * arrived.element_size() < AT_ONCE_BYTES:
             return None
         part = self.part or slice(0, route.index.num_grouped)
         begins = accumulate((round_up(count, multiple) for count in counts), initial=-part.start)
