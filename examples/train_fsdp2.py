@@ -46,6 +46,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import THD, Dispatched, Dispatcher, DispatcherConfig, Plan, Routing
 from moe_dispatch.dispatchers import Metrics, SlotWeights
+from moe_dispatch.lean import first_mm, last_mm, swiglu
 from moe_dispatch.recompute import keep_routes
 from moe_dispatch.training import Setup
 
@@ -66,14 +67,14 @@ class Experts(Dispatcher):
         self.gate_up = own_experts(torch.randn(EXPERTS, HIDDEN, 2 * INNER) * HIDDEN**-0.5, mesh["ep"])
         self.down = own_experts(torch.randn(EXPERTS, INNER, HIDDEN) * INNER**-0.5, mesh["ep"])
 
-    def run_experts(self, sent: Dispatched) -> Tensor:
+    def run_experts(self, sent: Dispatched) -> Any:
         """Apply SwiGLU to the rows of each expert: (R, D) to (R, D)."""
-        return self.slot_weights.run(sent, swiglu, own_part(self.gate_up), own_part(self.down))[1]
+        return self.slot_weights.run(sent, mlp, own_part(self.gate_up), own_part(self.down))[1]
 
 
-def swiglu(part: Dispatched, gate_up_LDF: Tensor, down_LFD: Tensor) -> Tensor:
-    gate_RF, up_RF = part.grouped_mm(part.rows, gate_up_LDF).chunk(2, dim=1)
-    return part.grouped_mm(F.silu(gate_RF) * up_RF, down_LFD)
+def mlp(part: Dispatched, gate_up_LDF: Tensor, down_LFD: Tensor) -> Any:
+    """Save the rows as they arrived, with `deliver="packets"`, and the first product."""
+    return last_mm(part, first_mm(part, gate_up_LDF), down_LFD, activation=swiglu)
 
 
 def own_experts(weight: Tensor, ep: DeviceMesh) -> nn.Parameter:
@@ -211,7 +212,7 @@ def train(given: argparse.Namespace) -> None:
         raise SystemExit(f"{size} ranks must divide {PACKS} packs, and --ep {ep} must divide the ranks")
     mesh = init_device_mesh(device.type, (size // ep, ep), mesh_dim_names=("copies", "ep"))
     chosen = {name: getattr(given, name) for name in ("backend", "balance") if name in given}
-    config = DispatcherConfig(num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN, **chosen)
+    config = DispatcherConfig(num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN, deliver="packets", **chosen)
     # Every rank draws all experts and keeps its part. Experts of a real size are too large for that: draw only those of
     # the rank, each from a seed of its own, or load them from a checkpoint.
     torch.manual_seed(SEED)

@@ -2,7 +2,7 @@
 
     out = last_mm(sent, first_mm(sent, w13), w2, activation=swiglu)
 
-See ``docs/training.md``.
+See ``docs/your-model.md``.
 """
 
 from moe_dispatch.capabilities.lean.activations import Activation, swiglu

@@ -16,7 +16,7 @@ from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.lean import first_mm, last_mm, swiglu
 from moe_dispatch.permutation import TorchPermutation
 from moe_dispatch_testing.rank_context import padding_rows, poison, poison_gradient
-from tests.dispatchers.layer import by_operators, random_routing, random_rows, small_config
+from tests.dispatchers.layer import Group, by_operators, on_ranks, random_routing, random_rows, small_config
 from tests.lean.layer import (
     HIDDEN,
     INNER,
@@ -142,6 +142,9 @@ def test_a_wire_gives_the_bits_of_plain_experts(wire: Any) -> None:
         )
         dispatcher = build_dispatcher(config)
         sent = dispatcher.dispatch(x, routing)
+        if deliver == "packets" and wire != "bfloat16":
+            assert sent.packets is not None
+            assert {tensor.dtype.itemsize for tensor in sent.packets.tensors()} == {1}
         first = first_mm(sent, up) if lean else sent.grouped_mm(sent.rows, up)
         out = last_mm(sent, first, down) if lean else sent.grouped_mm(first, down)
         y = dispatcher.combine(out, sent)
@@ -195,6 +198,35 @@ def test_only_the_first_products_are_saved() -> None:
     rows = 64 * TOP_K
     large = [tensor for tensor in saved_numbers(lean_config("local"), lean_two).values() if tensor.dim() == 2]
     assert sorted(tuple(tensor.shape) for tensor in large) == [(rows, INNER), (rows, INNER)]
+
+
+def test_what_arrives_is_saved_once_with_its_slots() -> None:
+    """S packets of 16 float32, 2 weights and 2 ids, rounded up to 16 numbers; and two products of 8 columns."""
+    whole, cut = whole_layer(20), [12, 8]
+
+    def body(group: Group) -> tuple[int, int]:
+        rank, saved = group.rank(), dict[int, int]()
+        x = whole.x.float().split(cut)[rank].clone().requires_grad_()
+        weights = whole.weights.float().split(cut)[rank].clone().requires_grad_()
+        gate, up, down, *_ = (each.float().chunk(2)[rank].clone().requires_grad_() for each in whole.matrices)
+        own = {each.untyped_storage().data_ptr() for each in (x, gate, up, down)}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if tensor.dim() == 2 and storage.data_ptr() not in own:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        dispatcher = build_dispatcher(lean_config(), group)
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            sent = dispatcher.dispatch(x, Routing(whole.ids.split(cut)[rank], weights))
+            y = dispatcher.combine(lean_two(sent, [gate, up, down]), sent)
+        y.sum().backward()
+        arrived = sent.state.route.index.num_rows
+        return sum(saved.values()), arrived * 128 + 2 * len(sent.in_graph) * INNER * 4
+
+    for nbytes, formula in on_ranks(body, 2):
+        assert nbytes == formula
 
 
 def test_frozen_experts_save_less() -> None:

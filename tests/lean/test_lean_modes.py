@@ -1,4 +1,4 @@
-"""Lean experts beside every other capability: each mode is right, and saves what the table of docs/training.md says."""
+"""Lean experts beside every other capability: each mode computes a dense layer, with ranks that differ."""
 
 from __future__ import annotations
 
