@@ -21,7 +21,6 @@ from moe_dispatch.dispatched import Dispatched
 from moe_dispatch.errors import StateError
 from moe_dispatch.permutation import Permutation, SlotIndex, round_up
 
-
 AT_ONCE_BYTES = 4 << 20  # fewer bytes of copies are made for all experts at once
 
 
