@@ -26,7 +26,7 @@ FLOORS = (
     ("config",),
     ("dispatchers",),
     ("cuda_graphs", "capabilities", "backends.deep_ep", "backends.nccl_ep"),
-    ("balance", "lean", "quantised", "recompute", "replay", "steps"),
+    ("balance", "lean", "pipelining", "quantised", "recompute", "replay", "steps"),
     ("training", "integrations", ""),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

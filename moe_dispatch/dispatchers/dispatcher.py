@@ -140,7 +140,7 @@ class Dispatcher(OwnNames):
 
     def forward(self, x: Tensor, routing: Routing, plan: Plan | Layout | None = None, *, carry: Carry = None) -> Tensor:
         """Run the whole layer, ``combine(run_experts(dispatch(x)))``; the result has the shape of x."""
-        if self.config.chunks is not None:
+        if self.config.chunks is not None and not torch.compiler.is_compiling():  # there, dispatch refuses chunks
             chunks = load_plug_in("moe_dispatch.steps.chunks", "chunks need it. Leave that out")
             y: Tensor = chunks.run_in_chunks(self, self.run_experts, x, routing, plan, carry=carry)
             return y

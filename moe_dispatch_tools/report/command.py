@@ -70,6 +70,6 @@ def _content(source: Path) -> dict[str, Any]:
                 "step() at least once."
             )
         return run_content(source.resolve().name, run)
-    if source.suffix == ".jsonl" and source.is_file():
+    if source.match("rank*.jsonl"):
         raise TraceError(f"report: pass the directory of the run, {source.parent}, not the file of one rank, {source}.")
     return trace_content(source.name, Trace.load_whole(source, "report"))
