@@ -89,6 +89,27 @@ def clip_gradients(
     return norm
 
 
+@torch.no_grad()
+def spread_infinities(table: Table) -> Tensor:
+    """Make all gradients NaN on every rank if one is not finite on any rank. Return whether it is so."""
+    trained = [(held, parameter) for held, parameter in _trained(table) if parameter.grad is not None]
+    device = next((tensor.device for tensor in table.tensors.values()), torch.device("cpu"))
+    found = torch.zeros((), device=device)
+    batches = [
+        [gradient for _, gradient in batch]
+        for batch in _batches([(held, _gradient_of(parameter)) for held, parameter in trained], None)
+    ]
+    for batch in batches:
+        largest = torch.stack(torch._foreach_norm(batch, torch.inf)).max()
+        found += (~largest.isfinite()).to(device, found.dtype)
+    _add_up(table.axes, [found], table.axes.dims, dist.ReduceOp.MAX)
+    factor = torch.where(found > 0, torch.nan, 1.0)
+    for batch in batches:
+        torch._foreach_mul_(batch, factor.to(batch[0].device, batch[0].dtype))
+    _mark(trained)
+    return found > 0
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor, in the memory of the tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

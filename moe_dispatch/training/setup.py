@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from moe_dispatch.training.gradients import clip_gradients, reduce_gradients, start_alike
+from moe_dispatch.training.gradients import clip_gradients, reduce_gradients, spread_infinities, start_alike
 from moe_dispatch.training.holding import Kind
 from moe_dispatch.training.state import TrainingState
 from moe_dispatch.training.table import Table, table_of
@@ -131,6 +131,19 @@ class Setup:
             self.table(model), max_norm, float(norm_type), foreach=foreach, error_if_nonfinite=error_if_nonfinite
         )
 
+    def skip_together(self, model: nn.Module) -> Tensor:
+        """Make all gradients NaN on every rank if one is infinite or NaN on any rank, so that all ranks skip the step.
+
+        Call it after ``reduce`` and before ``unscale_`` of a gradient scaler. A scaler decides on each rank by the
+        gradients that it finds there. Without this, ranks that hold other experts skip other steps, and part for ever.
+
+        Returns:
+            Whether the ranks will skip the step: a bool scalar on the device, the same on every rank.
+
+        Cost: an all-reduce of one number, and a kernel that reads and one that writes each gradient.
+        """
+        return spread_infinities(self.table(model))
+
     def ddp(self, model: nn.Module, **options: Any) -> DistributedDataParallel:
         """Start the ranks alike, and wrap a model in DistributedDataParallel, which leaves the experts out.
 
@@ -165,13 +178,16 @@ class Setup:
             router_policy: Policy of modules named "router"; by default ``policy``.
             blocks: Modules of the model whose parameters are gathered together, such as its layers.
             replicate: Dimensions along which parameters are replicated, not sharded, outside of the experts (HSDP).
-            **options: Further arguments of ``fully_shard``.
+            **options: Further arguments of ``fully_shard``. On pipeline stages ``reshard_after_forward`` is False by
+                default: schedules that split the backward lose gradients with True.
 
         Raises:
             ConfigError: A dispatcher holds dense parameters itself, or there is one copy of the experts and the mesh
                 has no dimension of one rank.
         """
         table, policy = self.table(model), policy or MixedPrecisionPolicy()
+        if {*self.stages} & {*table.axes.dims}:
+            options.setdefault("reshard_after_forward", False)
         return under_fsdp(
             table, model, self._data_dims(table), replicate, blocks, policy, router_policy or policy, options
         )

@@ -127,7 +127,7 @@ def _like(mine: Any, loaded: Any) -> Any:
         return loaded
     local = loaded.to_local()
     if not isinstance(mine, DTensor):
-        return local
+        return local.reshape(mine.shape)
     return DTensor.from_local(
         local, mine.device_mesh, mine.placements, run_check=False, shape=mine.shape, stride=mine.stride()
     )

@@ -48,9 +48,13 @@ def under_fsdp(
     ranks = flat_mesh(axes, tuple(dim for dim in dims if dim not in replicate))
     if replicate:
         ranks = DeviceMesh._concatenate([flat_mesh(axes, tuple(dim for dim in dims if dim in replicate)), ranks])
+    # PEFT adds the adapters of a stack to it outside of the forwards of modules, so both stay whole.
+    tuners = [name.partition(".lora_")[0] for name, held in table.items() if held.adapter and held.stack is not None]
+    adapted = {name for name in table if any(name.startswith(f"{tuner}.") for tuner in tuners)}
+    options = {**options, "ignored_params": {*options.get("ignored_params", ()), *map(table.tensors.get, adapted)}}
     of_experts = dict[str, Held]()  # by path of the module to shard
     for name, held in table.items():
-        if held.kind == "expert" and not held.is_buffer:
+        if held.kind == "expert" and not held.is_buffer and name not in adapted:
             path, _, last = name.rpartition(".")
             if held.part and not isinstance(table.tensors[name], DTensor):
                 part = nn.Parameter(as_part(table.tensors[name].data, axes, held), held.trained)
@@ -58,7 +62,8 @@ def under_fsdp(
             above = _dispatcher_above(modules, path)
             if held.trained or above not in of_experts:
                 of_experts[above] = held
-    dense = {name.rpartition(".")[0] for name, held in table.items() if held.kind == "dense" and not held.is_buffer}
+    kept = {name for name, held in table.items() if held.is_buffer or name in adapted}
+    dense = {name.rpartition(".")[0] for name, held in table.items() if held.kind == "dense" and name not in kept}
     if both := of_experts.keys() & dense:
         raise ConfigError(
             f"Setup.shard: a dispatcher must hold parameters that are no experts in a module of their own, but "
@@ -96,9 +101,9 @@ def as_part(tensor: Tensor, axes: Axes, held: Held) -> Tensor:
     spread = tuple(dim for dim in held.part if dim not in cut)
     if axes.mesh is None or not spread:
         return tensor
-    mesh = axes.mesh[spread]
+    mesh, (view, dim) = axes.mesh[spread], held.stack or ((*tensor.shape,), 0)
     if not isinstance(tensor, DTensor):
-        return DTensor.from_local(tensor, mesh, [Shard(0)] * mesh.ndim)
+        return DTensor.from_local(tensor.view(view), mesh, [Shard(dim)] * mesh.ndim)
     outer = [_StridedShard(0, split_factor=mesh.size()) if p.is_shard(0) else p for p in tensor.placements]
     both = DeviceMesh._concatenate([tensor.device_mesh, mesh])
     whole = torch.empty((tensor.shape[0] * mesh.size(), *tensor.shape[1:]), device="meta")

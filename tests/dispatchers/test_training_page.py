@@ -103,7 +103,7 @@ def gathered(
     found = {name: tensor for name, p in model.named_parameters() if (tensor := pick(p)) is not None}
     return {
         name: all_experts(tensor.detach(), mesh)
-        if ".experts." in name and not isinstance(tensor, DTensor)
+        if "experts" in name.split(".") and not isinstance(tensor, DTensor)
         else whole(tensor)
         for name, tensor in found.items()
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from datetime import timedelta
 from functools import partial
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing
@@ -178,3 +180,43 @@ def test_fsdp1_is_warned_of_and_refused_where_nobody_used_fully_shard() -> None:
         (said,) = found["frozen"]
         assert "FullyShardedDataParallel must leave out" in said
         assert not found["none"] + found["copies"]
+
+
+def said_by_pipelines(rank: int) -> dict[str, list[str]]:
+    """What the first step of a stage says under a schedule that splits the backward, and under another."""
+    found: dict[str, list[str]] = {}
+    mesh = mesh_of(pp=2, copies=1, ep=2)
+    setup, place = Setup(mesh), mesh["pp"].get_local_rank()
+    wraps: dict[str, Any] = {
+        "fully_shard": partial(setup.shard, reshard_after_forward=True),
+        "shard": setup.shard,
+        "DDP": setup.ddp,
+    }
+    for by, wrap in wraps.items():
+        for kind in (Schedule1F1B, ScheduleInterleavedZeroBubble):
+            model = wrap(nn.Sequential(nn.Linear(6, 6), Layer(mesh["ep"].get_group())))
+            stage = PipelineStage(model, place, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+            schedule: Any = kind(stage if kind is Schedule1F1B else [stage], 2, loss_fn=lambda y, _: y.square().mean())  # type: ignore[arg-type]
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                schedule.step(*([torch.randn(8, 6)] if place == 0 else []), target=torch.zeros(8, 6))
+            told = [str(warning.message) for warning in caught]
+            found[f"{by}, {kind.__name__}"] = [text for text in told if "Dispatcher.combine" in text]
+            del schedule, stage, model
+            gc.collect()
+    return found
+
+
+@pytest.mark.slow
+def test_the_first_step_warns_of_wrappers_that_lose_gradients_under_a_split_backward() -> None:
+    for found in run_processes(said_by_pipelines, 4, timeout=timedelta(seconds=90)):
+        (lost,), (first,) = (found.pop(f"{by}, ScheduleInterleavedZeroBubble") for by in ("fully_shard", "DDP"))
+        assert lost == (
+            "Dispatcher.combine: ScheduleInterleavedZeroBubble computes the gradients of weights after those of "
+            "inputs, and fully_shard has freed the parameters by then, so gradients get lost, without an error. Pass "
+            "reshard_after_forward=False, or call shard of moe_dispatch.training.Setup."
+        )
+        assert (
+            "DistributedDataParallel averages the first stage only, without an error. Leave stages unwrapped" in first
+        )
+        assert not any(found.values()), found

@@ -12,12 +12,28 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_dispatch import DispatcherConfig
+from moe_dispatch.training import PerExpert
 from moe_dispatch_testing import run_processes
 from tests.pages import relative
-from tests.training.recipes import HIDDEN, RECIPES, TOP_K, UNUSED, Run, dense_step, of_all_stages, world
+from tests.training.recipes import (
+    HIDDEN,
+    RECIPES,
+    TOP_K,
+    TWO_RANKS,
+    UNUSED,
+    AuxiliaryModel,
+    Make,
+    Model,
+    Run,
+    dense_step,
+    of_all_stages,
+    with_adapters,
+    with_lists,
+    world,
+)
 
 EXPERTS = 8
 CELLS = ("start", "gradients", "norm", "infinite norm", "step", "checkpoint")
@@ -27,18 +43,47 @@ def config_for(experts: int) -> DispatcherConfig:
     return DispatcherConfig(backend="alltoall", num_experts=experts, top_k=TOP_K, hidden_size=HIDDEN)
 
 
-def moments_of(run: Run, optimizer: Any) -> dict[str, Tensor]:
+def moments_of(run: Run, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Every weight and moment, gathered."""
     found = of_all_stages(run.whole())
-    for key in ("exp_avg", "exp_avg_sq"):
-        of_key = of_all_stages(run.whole(functools.partial(moment, optimizer, key)))
+    for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+        of_key = of_all_stages(run.whole(functools.partial(moment, optimizers, key)))
         found |= {f"{name}.{key}": tensor for name, tensor in of_key.items()}
     return found
 
 
-def moment(optimizer: torch.optim.Optimizer, key: str, parameter: Tensor) -> Tensor | None:
-    found: Tensor | None = optimizer.state[parameter].get(key)
-    return found
+def moment(optimizers: list[torch.optim.Optimizer], key: str, parameter: Tensor) -> Tensor | None:
+    states = [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]
+    return next((state[key] for state in states if key in state), None)
+
+
+def adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(model.parameters(), lr=0.01)]
+
+
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for matrices and for each expert of a stack, AdamW for the rest."""
+    everything = [*model.parameters()]
+    stacks = PerExpert([p for p in everything if p.dim() == 3], torch.optim.Muon, lr=0.01)
+    matrices = torch.optim.Muon([p for p in everything if p.dim() == 2], lr=0.01)
+    return [stacks, matrices, torch.optim.AdamW([p for p in everything if p.dim() == 1], lr=0.01)]
+
+
+def dense_muon_step(model: nn.Module) -> None:
+    """The same with torch's classes alone: each expert is a parameter of its own."""
+    stacks = [parameter for parameter in model.parameters() if parameter.dim() == 3]
+    each = [nn.Parameter(expert) for stack in stacks for expert in stack.data]
+    for expert, gradient in zip(each, [g for stack in stacks for g in torch.as_tensor(stack.grad)], strict=True):
+        expert.grad = gradient
+    torch.optim.Muon([*each, *(p for p in model.parameters() if p.dim() == 2)], lr=0.01).step()
+    torch.optim.AdamW([p for p in model.parameters() if p.dim() == 1], lr=0.01).step()
+
+
+def dense_adamw_step(model: nn.Module) -> None:
+    torch.optim.AdamW(model.parameters(), lr=0.01).step()
+
+
+OPTIMIZERS: dict[Any, tuple[Any, Any]] = {"AdamW": (adamw, dense_adamw_step), "Muon": (muon, dense_muon_step)}
 
 
 def equal_everywhere(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> float:
@@ -56,12 +101,12 @@ def far(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     return max(relative(got[name], want[name]) for name in got)
 
 
-def cells(name: str, experts: int, folder: str) -> dict[str, Any]:
+def cells(name: str, experts: int, folder: str, make: Make, kind: str) -> dict[str, Any]:
     """How far the recipe is from one process, by cell."""
     torch.manual_seed(10 + dist.get_rank())
     config = config_for(experts)
-    run = (RECIPES | UNUSED)[name](config)
-    optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.01)
+    run = (RECIPES | UNUSED | TWO_RANKS)[name](config, make=make)
+    optimizers = OPTIMIZERS[kind][0](run.model)
     found: dict[str, Any] = {"start": equal_everywhere(run.whole(), run.alike)}
     dense = dense_step(run, config, of_all_stages(run.whole()))
     wants = {name: p.grad for name, p in dense.named_parameters() if p.grad is not None}
@@ -76,33 +121,38 @@ def cells(name: str, experts: int, folder: str) -> dict[str, Any]:
     norm = run.setup.clip(run.wrapped, whole.item() / 4)
     found["norm"] = relative(norm, whole) + equal_everywhere({"": norm}, world())
     torch.nn.utils.clip_grad_norm_(dense.parameters(), whole.item() / 4)
-    torch.optim.AdamW(dense.parameters(), lr=0.01).step()
-    optimizer.step()
-    optimizer.zero_grad()
+    OPTIMIZERS[kind][1](dense)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
     after = of_all_stages(run.whole())
-    found["step"] = far(after, {name: p.detach() for name, p in dense.named_parameters() if name in after})
-    dcp.save({"training": run.setup.state(run.wrapped, optimizer)}, checkpoint_id=folder)
-    return found | {"saved": moments_of(run, optimizer)}
+    wants = {name: p.detach() for name, p in dense.named_parameters() if name in after}
+    if kind == "Muon":  # torch's steps a sharded matrix with products in bfloat16, which round otherwise
+        matrices = {name for name in wants if wants[name].dim() == 2}
+        assert far({name: after[name] for name in matrices}, {name: wants.pop(name) for name in matrices}) < 2e-3
+    found["step"] = far({name: after[name] for name in wants}, wants)
+    dcp.save({"training": run.setup.state(run.wrapped, optimizers)}, checkpoint_id=folder)
+    return found | {"saved": moments_of(run, optimizers)}
 
 
-def loaded(name: str, experts: int, folder: str, saved: dict[str, Tensor]) -> float:
+def loaded(name: str, experts: int, folder: str, saved: dict[str, Tensor], make: Make, kind: str) -> float:
     """How far another recipe, with new weights, is from what it loads."""
     torch.manual_seed(50 + dist.get_rank())
-    run = (RECIPES | UNUSED)[name](config_for(experts))
-    optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.01)
-    dcp.load({"training": run.setup.state(run.wrapped, optimizer)}, checkpoint_id=folder)
-    found = moments_of(run, optimizer)
+    run = (RECIPES | UNUSED | TWO_RANKS)[name](config_for(experts), make=make)
+    optimizers = OPTIMIZERS[kind][0](run.model)
+    dcp.load({"training": run.setup.state(run.wrapped, optimizers)}, checkpoint_id=folder)
+    found = moments_of(run, optimizers)
     assert found.keys() >= saved.keys()
     never = torch.zeros(())  # the moments of a parameter that has had no gradient
     return max((found[name] - saved.get(name, never)).abs().max().item() for name in found)
 
 
-def table(rank: int, names: list[str], experts: int, folder: str) -> dict[str, dict[str, Any]]:
-    found = {name: cells(name, experts, f"{folder}/{number}") for number, name in enumerate(names)}
+def table(rank: int, names: list[str], experts: int, folder: str, make: Make, kind: str) -> dict[str, dict[str, Any]]:
+    found = {name: cells(name, experts, f"{folder}/{number}", make, kind) for number, name in enumerate(names)}
     for number, name in enumerate(names):
         other = names[number - 1]
         saved = found[other]["saved"]
-        found[name]["checkpoint"] = loaded(name, experts, f"{folder}/{(number - 1) % len(names)}", saved)
+        found[name]["checkpoint"] = loaded(name, experts, f"{folder}/{(number - 1) % len(names)}", saved, make, kind)
     for of_name in found.values():
         del of_name["saved"]
     return found
@@ -111,12 +161,19 @@ def table(rank: int, names: list[str], experts: int, folder: str) -> dict[str, d
 Found = list[dict[str, dict[str, Any]]]  # by rank
 QUICK = ["ddp, 2 x 2", "fsdp, 2 x 2", "tp, spread", "pp x ep"]
 SLOW = [name for name in RECIPES if name not in QUICK]
-UNEVEN = {2: ["fsdp, 4 x 1", "fsdp, 2 x 2", "ddp, 2 x 2"], 6: ["fsdp, 4 x 1", "fsdp, 2 x 2"]}
-UNEVEN[10] = [*UNEVEN[2], "one fully_shard, 2 x 2"]
+UNEVEN = ["fsdp, 4 x 1", "fsdp, 2 x 2", "ddp, 2 x 2", "ddp, 4 x 1", "hsdp, 2 x 2", "one fully_shard, 2 x 2"]
+OTHERS: dict[str, tuple[Make, str, list[str]]] = {  # models and optimizers, and the recipes that they take
+    "Muon": (Model, "Muon", ["ddp, 2 x 2", "fsdp, 2 x 2", "fsdp, 4 x 1", "pp x ep x fsdp"]),
+    "experts in a list": (with_lists, "AdamW", ["by hand, 2 x 2", "fsdp, 4 x 1", "ddp, 1 x 4", "tp, spread"]),
+    "auxiliary loss": (AuxiliaryModel, "AdamW", ["ddp, 2 x 2", *(name for name in RECIPES if name.startswith("pp"))]),
+    "adapters": (with_adapters, "AdamW", [name for name in RECIPES if name != "one fully_shard, 2 x 2"]),
+}
 
 
-def on_ranks(names: list[str], experts: int, folder: Path) -> Found:
-    return run_processes(table, 4, names, experts, str(folder), timeout=timedelta(seconds=120))
+def on_ranks(
+    names: list[str], experts: int, folder: Path, make: Make = Model, kind: str = "AdamW", ranks: int = 4
+) -> Found:
+    return run_processes(table, ranks, names, experts, str(folder), make, kind, timeout=timedelta(seconds=240))
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +192,23 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Found:
     ]
 
 
-@pytest.fixture(scope="module", params=UNEVEN, ids=lambda experts: f"{experts} experts")
+@pytest.fixture(scope="module", params=(2, 6, 10), ids=lambda experts: f"{experts} experts")
 def uneven(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return on_ranks(UNEVEN[request.param], request.param, tmp_path_factory.mktemp("uneven"))
+    return on_ranks(UNEVEN, request.param, tmp_path_factory.mktemp("uneven"))
+
+
+@pytest.fixture(scope="module", params=(2, 6, 10), ids=lambda experts: f"{experts} experts")
+def one_copy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """On two ranks, which must divide the number of experts."""
+    return on_ranks(["ddp, 1 x 2", "fsdp, 1 x 2"], request.param, tmp_path_factory.mktemp("one"), ranks=2)
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def others(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    make, kind, names = OTHERS[request.param]
+    if make is with_adapters:
+        pytest.importorskip("peft", reason="needs peft")
+    return on_ranks(names, EXPERTS, tmp_path_factory.mktemp("others"), make, kind)
 
 
 def hold(found: Found, name: str, cell: str) -> None:
@@ -164,3 +235,17 @@ def test_other_recipes_have_the_numbers_of_one_process(slow: Found, name: str, c
 def test_so_do_uneven_and_empty_parts(uneven: Found, cell: str) -> None:
     for name in uneven[0]:
         hold(uneven, name, cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS)
+def test_so_does_one_copy_of_any_number_of_experts(one_copy: Found, cell: str) -> None:
+    for name in one_copy[0]:
+        hold(one_copy, name, cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS)
+def test_so_do_other_models_and_optimizers(others: Found, cell: str) -> None:
+    for name in others[0]:
+        hold(others, name, cell)

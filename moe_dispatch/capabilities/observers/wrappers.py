@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import warnings
 import weakref
@@ -40,7 +41,7 @@ class WrapperObserver(Observer):
     def __init__(self, channel: Channel) -> None:
         self._group = channel.communicator.group
         self._num_held = channel.config.num_experts // channel.shape.ep_size
-        self._told = False
+        self._told = self._told_split = False
         self._seen: weakref.WeakKeyDictionary[Lease, tuple[bool, int, bool]] = weakref.WeakKeyDictionary()
 
     def combined(self, lease: Lease, rows: Tensor) -> None:
@@ -63,6 +64,23 @@ class WrapperObserver(Observer):
                 f"Dispatcher.combine: {by} must leave out the parameters of experts, got {len(names)} that it manages "
                 f"({', '.join(names[:3])}) among ranks that hold different experts. It overwrites or mixes them, and "
                 "averages their gradients. Wrap the model with Setup(mesh).ddp or shard of moe_dispatch.training.",
+                UserWarning,
+                stacklevel=4,
+            )
+        by = [*dict.fromkeys(["DistributedDataParallel"] * (ddp is not None) + ["fully_shard"] * _reshards())]
+        if by and not self._told_split and (schedule := splitting_schedule()):
+            self._told_split = True
+            why = {
+                "DistributedDataParallel": "averages the first stage only",
+                "fully_shard": "has freed the parameters by then, so gradients get lost",
+            }
+            what = {
+                "DistributedDataParallel": "Leave stages unwrapped, and call start and reduce of",
+                "fully_shard": "Pass reshard_after_forward=False, or call shard of",
+            }
+            warnings.warn(
+                f"Dispatcher.combine: {schedule} computes the gradients of weights after those of inputs, and {by[0]} "
+                f"{why[by[0]]}, without an error. {what[by[0]]} moe_dispatch.training.Setup.",
                 UserWarning,
                 stacklevel=4,
             )
@@ -91,6 +109,26 @@ class WrapperObserver(Observer):
                 if frozen or here in used:
                     name = parameter._param_fqn or parameter._module_info.param_name
                     yield "fully_shard", name, parameter.mesh_info.mesh.mesh.flatten().tolist()
+
+
+def splitting_schedule() -> str:
+    """Return the name of a pipeline schedule of this process that splits the backward, or ""."""
+    module = sys.modules.get("torch.distributed.pipelining.schedules")
+    if module is None:
+        return ""
+    halves = {module.BACKWARD_INPUT, module.BACKWARD_WEIGHT}
+    for schedule in [one for one in gc.get_objects() if issubclass(type(one), module.PipelineScheduleMulti)]:
+        actions = itertools.chain.from_iterable((getattr(schedule, "pipeline_order", None) or {}).values())
+        if any(action is not None and action.computation_type in halves for action in actions):
+            return type(schedule).__name__
+    return ""
+
+
+def _reshards() -> bool:
+    """Whether fully_shard frees the parameters of a module after its forward."""
+    states = [reference() for reference in _composable_state._module_state_mapping.values()]
+    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ()) if group]
+    return any(group.post_forward_mesh_info is not None for group in groups)
 
 
 def _unmanaged_adapters() -> list[str]:
