@@ -68,7 +68,7 @@ class Gradients:
         missing = [part.rank for part, got in pairs if got is None and want[part.numbers].any()]
         if missing:
             where = "on any rank" if len(missing) == len(pairs) else f"on {ranks_of(missing)}"
-            return f"no gradient of {{}} {where}.{self._split_backward(missing)}"
+            return f"no gradient of {{}} {self._resharded(missing) or f'{where}.'}"
         given = [(part, got) for part, got in pairs if got is not None]
         if any(len(got) != len(part.numbers) for part, got in given):
             return "gradient of {} has another shape than the parameter. Define gradient(parameter)."
@@ -83,9 +83,13 @@ class Gradients:
             only = "" if len(off) == len(given) else f" on {ranks_of(part.rank for part, _ in off)}"
             return f"gradient of {{}} is {self.times(known[0])}{only}."
         far = max(_length([got - want[part.numbers]]) / (_length([want[part.numbers]]) or 1.0) for part, got in off)
-        unknown = f"gradient of {{}} differs by {far:.2g} of its length on {ranks_of(part.rank for part, _ in off)}."
-        cause = self._unreduced(key, given) or self._tokens(key, off)
-        return cause or unknown + self._split_backward([part.rank for part, _ in off])
+        ranks = [part.rank for part, _ in off]
+        where = self._resharded(ranks) or f"on {ranks_of(ranks)}."
+        return (
+            self._unreduced(key, given)
+            or self._tokens(key, off)
+            or f"gradient of {{}} differs by {far:.2g} of its length {where}"
+        )
 
     def _factor(self, got: Tensor, want: Tensor) -> float | None:
         square = float(want.double().square().sum())
@@ -167,10 +171,32 @@ class Gradients:
                 if self._all_are(key, off, lambda rank: self._group(rank, dims, weights[0])):  # noqa: B023
                     whose = f"of the ranks along {' x '.join(dims)} only" if dims else "of the rank's own tokens only"
                     return f"gradient of {{}} is that {whose}: a reduction is missing, or goes over the wrong group."
-            return ""
+            return self._unevenly(key, off, weights[0])
         return (
             "gradient of {} differs, and that of the whole batch is not made up of those of the ranks' batches: is a "
             "part of the loss that is not a sum over tokens, such as an auxiliary loss, counted per rank?"
+        )
+
+    def _unevenly(self, key: str, off: Sequence[tuple[Part, Tensor]], right: Sequence[float]) -> str:
+        """Tell that a gradient is made up of those of all batches, whose tokens do not count alike."""
+        assert self._of_batches is not None
+        counts = list[float]()
+        for part, got in off:
+            columns = torch.stack([alone[key][part.numbers] for alone in self._of_batches], 1).double()
+            weights = _combined(columns, got.double())
+            if not self.whole.close(columns @ weights, got, self.scale):
+                return ""
+            counts += [
+                float(mine / due)
+                for mine, due, column in zip(weights, right, columns.unbind(1), strict=True)
+                if due and column.any()
+            ]
+        if not counts or min(counts) <= 0:
+            return ""
+        return (
+            "gradient of {} is a mean of means, or of sums with other divisors: the tokens of one rank's batch count "
+            "several times as much as those of another's. Divide the sum over tokens by the number of tokens of all "
+            "ranks."
         )
 
     def _group(self, rank: int, dims: Sequence[str], weights: Sequence[float]) -> dict[int, float]:
@@ -209,20 +235,18 @@ class Gradients:
             return None
         columns = torch.stack([_flat(one, self.want) for one in self._of_batches], 1)
         right = _flat(self.want, self.want)
-        weights = torch.linalg.lstsq(columns, right[:, None]).solution[:, 0]
+        weights = _combined(columns, right)
         return weights.tolist(), bool(
             _length([columns @ weights - right]) <= 10 * self.whole.tolerance * _length([right])
         )
 
-    def _split_backward(self, ranks: Sequence[int]) -> str:
-        schedules = {one.splits_backward for one in self.whole.ranks if one.rank in ranks and one.reshards}
-        found = next(iter(schedules - {""}), "")
-        return (
-            f" {found} splits the backward, and FSDP has resharded the parameters before its second half: use "
-            "reshard_after_forward=False."
-            if found
-            else ""
-        )
+    def _resharded(self, ranks: Sequence[int]) -> str:
+        """Say where FSDP has resharded parameters before the second half of a backward, or nothing."""
+        schedule = next((one.splits_backward for one in self.whole.ranks if one.rank in ranks and one.reshards), "")
+        stages = {str(self.setup.coordinates(rank)["pp"]) for rank in ranks if "pp" in self.setup.mesh}
+        where = f"stage {' and '.join(sorted(stages))}" if stages else ranks_of(ranks)
+        text = f"on {where}: resharded before a split backward ({schedule}). Use reshard_after_forward=False."
+        return text if schedule else ""
 
     # ---- numbers ----
 
@@ -272,6 +296,12 @@ class Gradients:
                 return "is the sum of what each rank has alone: it is counted once per rank"
             return f"is {self.times(first / right)}" if right * first > 0 else "differs"
         return "differs"
+
+
+def _combined(columns: Tensor, right: Tensor) -> Tensor:
+    """Return with which weights columns come closest to a vector. Columns may be 0."""
+    weights: Tensor = torch.linalg.pinv(columns.mT @ columns, hermitian=True) @ (columns.mT @ right)
+    return weights
 
 
 def _length(tensors: Iterable[Tensor]) -> float:

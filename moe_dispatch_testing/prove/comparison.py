@@ -270,7 +270,7 @@ class Whole:
         gradients = self.of_one(lambda held: held.gradients[number] if held.gradients else None)
         numbers = torch.cat([gradients[key].double() for key in self.trained()])
         self._typical = float(numbers.square().mean().sqrt())
-        found: dict[str, str] = {}
+        found, in_stacks = dict[str, str](), True
         for key, parts in self.parts.items():
             here = self._own[key][0].held
             off = [
@@ -282,6 +282,7 @@ class Whole:
             ]
             if not off:
                 continue
+            in_stacks = in_stacks and len(off) == len(parts) and self._in_one_stack(key)
             ranks = [part.rank for part in off]
             options = sorted({n for part in off for n, x in part.held.options.items() if x != here.options.get(n, x)})
             states = sorted(
@@ -292,6 +293,11 @@ class Whole:
                 found[key] = f"The buffer {{}} differs on {ranks_of(ranks)} after the step."
             elif len(still) == len(off):
                 found[key] = f"The optimizer does not move {{}} on {ranks_of(still)}. Was it made before sharding?"
+            elif options and {*options} <= {n for part in off for n in part.held.decides}:
+                found[key] = (
+                    f"{off[0].held.optimizer} steps {{}} by numbers that each rank finds in what it holds "
+                    f"({', '.join(options)}). Use an optimizer that looks at each parameter alone, or let ranks agree."
+                )
             elif options:
                 shown = ", ".join(
                     f"{name} {off[0].held.options[name]:g} for {here.options[name]:g}" for name in options
@@ -303,10 +309,25 @@ class Whole:
                 found[key] = f"After the step {who} hold different values of {{}}, though gradients are right."
             else:
                 found[key] = f"{{}} differs on {ranks_of(ranks)} after the step, though its gradient is right."
+        if found and in_stacks:
+            by = " and ".join(sorted({part.held.optimizer for key in found for part in self.parts[key]}))
+            text = (
+                f"{by} takes the stacks {{}} for one tensor each, so experts step otherwise where a rank holds fewer. "
+            )
+            found = dict.fromkeys(found, f"{text}Step them with PerExpert of moe_dispatch.training.")
         told = self.told(found)
         if not told and not number:
             told = self._unmoved(want)
         return told
+
+    def _in_one_stack(self, key: str) -> bool:
+        """Whether each rank holds some of the experts of a stack, and its optimizer all of these as one parameter."""
+        shape = self._own[key][0].held.shape
+        return (
+            shape is not None
+            and len(shape) > 2
+            and all(part.held.experts and len(part.numbers) < self.sizes[key] for part in self.parts[key])
+        )
 
     def _arrives(self, got: Tensor, want: Tensor, part: Part, scale: float, gradient: Tensor) -> bool:
         """Return whether two moves are the same. Where a gradient is rounding only, so is the move that Adam makes."""

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from moe_dispatch import training
+from moe_dispatch.capabilities.observers.wrappers import splitting_schedule
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.training.holding import Holding, Reader
 from moe_dispatch.training.wrappers import fsdp_groups, managed_parameters
@@ -28,7 +29,6 @@ from moe_dispatch_testing.prove.setup import Setup
 STEPS = 2
 SEED = 1000
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_SPLIT_BACKWARD = ("ZeroBubble", "ZBV", "DualPipe")
 
 
 @final
@@ -57,6 +57,8 @@ class Held:
     after: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
     options: dict[str, float] = field(default_factory=dict)
+    optimizer: str = ""
+    decides: tuple[str, ...] = ()  # options that the optimizer has changed in a step
     states: list[dict[str, Tensor]] = field(default_factory=list)
 
 
@@ -115,9 +117,7 @@ class Run:
                 managed = {}
                 self.record.refusal = str(refusal)
             self._add(model, Reader(model, managed, {}))
-        self.record.splits_backward = next(
-            (name for name in _schedules() if any(s in name for s in _SPLIT_BACKWARD)), ""
-        )
+        self.record.splits_backward = splitting_schedule()
 
     def _add(self, model: nn.Module, reader: Reader) -> None:
         places = {} if self.setup.places is None else self.setup.places(model)
@@ -193,13 +193,26 @@ class Run:
             if not self.has_looked:
                 self.see_gradients(mine if steppers else None)
             steppers.append(optimizer)
+            begun.update({id(group): _options(group) for group in optimizer.param_groups})
 
-        handle, _running = register_optimizer_step_pre_hook(before), self
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            for group in optimizer.param_groups:
+                was = begun[id(group)]
+                changed = tuple(key for key, value in _options(group).items() if was.get(key, value) != value)
+                for parameter in group["params"]:
+                    if name := self._names.get(id(parameter)):
+                        held = self.record.held[name]
+                        held.optimizer, held.decides = type(optimizer).__name__, changed
+
+        begun = dict[int, dict[str, float]]()
+        handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+        _running = self
         try:
             numbers = _numbers(self.setup.step(*self.built, batch))
         finally:
-            handle.remove()
             _running = None
+            for handle in handles:
+                handle.remove()
         if not steppers and not self.has_looked:
             self.see_gradients()
         for optimizer in steppers:
@@ -211,8 +224,7 @@ class Run:
 
     def _see_state(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
-            flat = {f"{key}[{i}]": x for key, v in group.items() if isinstance(v, tuple) for i, x in enumerate(v)}
-            options = {key: float(value) for key, value in (group | flat).items() if isinstance(value, int | float)}
+            options = _options(group)
             for parameter in group["params"]:
                 if name := self._names.get(id(parameter)):
                     state = optimizer.state.get(parameter, {})
@@ -303,11 +315,10 @@ def _gradient(parameter: nn.Parameter) -> Tensor | None:
     return getattr(parameter, "main_grad", None) if gradient is None else gradient
 
 
-def _schedules() -> list[str]:
-    """Return the names of the schedules of pipelines that exist, if anybody has imported their module."""
-    module = sys.modules.get("torch.distributed.pipelining.schedules")
-    kind = None if module is None else module._PipelineSchedule
-    return [] if kind is None else [type(one).__name__ for one in gc.get_objects() if issubclass(type(one), kind)]
+def _options(group: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers among the options of a group of an optimizer."""
+    flat = {f"{key}[{i}]": x for key, v in group.items() if isinstance(v, tuple) for i, x in enumerate(v)}
+    return {key: float(value) for key, value in (group | flat).items() if isinstance(value, int | float)}
 
 
 def _numbers(returned: Any) -> dict[str, float]:

@@ -48,6 +48,16 @@ class Block(nn.Module):
         return x + self.dropout(self.experts(x, Routing(ids, weights))), EXPERTS * (chosen_E * scores.mean(0)).sum()
 
 
+class Estimating(torch.optim.SGD):
+    """SGD whose step depends on all gradients of the process, as Prodigy's does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+            group["lr"] *= 1 + get_total_norm(gradients).item()
+        return super().step(closure)
+
+
 class Training(nn.Module):
     """Two blocks and a head, with the set-up around them. ``fault`` plants one."""
 
@@ -69,7 +79,9 @@ class Training(nn.Module):
         held = nn.Linear(HIDDEN, HIDDEN) if fault == "unheld" else self.head
         groups: list[dict[str, Any]] = [{"params": [*self.blocks.parameters()]}]
         groups += [{"params": [*held.parameters()], "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-2 * (2 if fault == "options" and rank == 2 else 1))
+        kinds: dict[str, Any] = {"one stack": torch.optim.Adafactor, "by rank": Estimating}
+        kind: Any = kinds.get(fault, torch.optim.AdamW)
+        self.optimizer = kind(groups, lr=1e-2 * (2 if fault == "options" and rank == 2 else 1))
         if fault == "state" and rank == 2:  # as if it had loaded another checkpoint
             for parameter in self.head.parameters():
                 state = {"step": torch.tensor(3.0), "exp_avg": torch.ones_like(parameter)}

@@ -21,7 +21,7 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
-def build(mesh: DeviceMesh, *, reshards: bool) -> Built:
+def build(mesh: DeviceMesh, *, by: str) -> Built:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN)) for _ in range(2)]
     if mesh.size() == 1:
@@ -30,7 +30,7 @@ def build(mesh: DeviceMesh, *, reshards: bool) -> Built:
     layer = layers[mesh["pp"].get_local_rank()]
     stage = nn.Sequential(layer)
     for module in (layer[0], layer[2], stage):
-        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=reshards)
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=by == "fully_shard")
     number, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
     of = PipelineStage(stage, number, size, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = ScheduleInterleavedZeroBubble([of], 2, loss_fn=loss_of)
@@ -56,9 +56,9 @@ def batches(_number: int) -> list[Tensor]:
     return [torch.randn(4, HIDDEN) for _ in range(2)]
 
 
-def setup(reshards: bool) -> Setup:
+def setup(by: str) -> Setup:
     return Setup(
-        build=functools.partial(build, reshards=reshards),
+        build=functools.partial(build, by=by),
         step=step,
         batches=batches,
         mesh={"pp": 2, "dp": 2},

@@ -38,6 +38,14 @@ FAULTS = {
         r"it\."
     ],
     "options": [rf"The optimizer steps {ALL} with other options on rank 2: lr 0\.02 for 0\.01\."],
+    "one stack": [
+        rf"Adafactor takes the stacks {EXPERTS} for one tensor each, so experts step otherwise where a rank holds "
+        r"fewer\. Step them with PerExpert of moe_dispatch\.training\."
+    ],
+    "by rank": [
+        rf"Estimating steps {ALL} by numbers that each rank finds in what it holds \(lr\)\. Use an optimizer that "
+        r"looks at each parameter alone, or let ranks agree\."
+    ],
     "state": [
         r"The optimizer has another state \(exp_avg, exp_avg_sq, step\) for head\.weight and head\.bias on rank 2\."
     ],

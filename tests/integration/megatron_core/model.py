@@ -45,8 +45,11 @@ def gpt_outcome(model: Any, rank: int) -> dict[str, Tensor]:
     return {"losses": losses.detach()} | grads
 
 
-def moe_block(case: Case, spec: Any = None) -> Any:
-    """A TransformerBlock whose layers have neither attention nor norms, as attention without CUDA takes no packing."""
+def moe_block(case: Case, spec: Any = None, *, of_globals: bool = False) -> Any:
+    """A TransformerBlock whose layers have neither attention nor norms, as attention without CUDA takes no packing.
+
+    With ``of_globals`` its groups are those of ``parallel_state``.
+    """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -60,5 +63,5 @@ def moe_block(case: Case, spec: Any = None) -> Any:
         config,
         TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers),
         post_layer_norm=False,
-        pg_collection=groups(case.parallel),
+        **({} if of_globals else {"pg_collection": groups(case.parallel)}),
     )

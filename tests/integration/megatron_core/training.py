@@ -22,7 +22,7 @@ class Training:
     """A training of four ranks.
 
     Attributes:
-        ep, pp, vpp, tp: ranks of experts, pipeline stages, their chunks, and tensor-parallel ranks.
+        ep, pp, vpp, tp, cp: ranks of experts, pipeline stages, their chunks, tensor- and context-parallel ranks.
         config: fields of the TransformerConfig.
         unchecked: those that it would refuse.
         masked: whether batches have a mask.
@@ -32,6 +32,7 @@ class Training:
     pp: int = 1
     vpp: int | None = None
     tp: int = 1
+    cp: int = 1
     config: dict[str, Any] = field(default_factory=dict)
     unchecked: dict[str, Any] = field(default_factory=dict)
     masked: bool = False
@@ -51,6 +52,7 @@ class Training:
                 virtual_pipeline_model_parallel_size=self.vpp,
                 expert_model_parallel_size=self.ep,
                 tensor_model_parallel_size=self.tp,
+                context_parallel_size=self.cp,
                 expert_tensor_parallel_size=1,
             )
             yield

@@ -27,7 +27,7 @@ def test_step_is_proven(name: str, proofs: dict[str, Proof]) -> None:
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("mean of means", "differs, and that of the whole batch is not made up of those of the ranks' batches"),
+        ("mean of means", "is a mean of means, or of sums with other divisors: the tokens of one rank's batch count"),
         ("clipped per rank", "on one process: each rank clips by its own part."),
     ],
 )
