@@ -1,68 +1,115 @@
-"""A reinforcement-learning loop on packed sequences: rollouts of any length, cut by a token budget on each rank.
+"""A reinforcement-learning loop on one set of ranks: rollout, training on the rollout's routes, and again.
 
-Run it on one rank with ``python examples/rl_loop.py``. ``MOE_DISPATCH_BACKEND`` changes the backend of the whole loop.
-A test runs it on 4 ranks. docs/integrations/trainers.md explains the rules that the loop follows.
+    torchrun --nproc-per-node 4 examples/rl_loop.py --steps 2
+    MOE_DISPATCH_BACKEND=allgather torchrun --nproc-per-node 2 examples/rl_loop.py  # another backend for the whole loop
+
+A Qwen3-MoE of transformers, with random weights, samples answers with ``generate``. Each rank has prompts of its own,
+in its own number. The routes of the rollout go into a table, and training replays them: packed, cut by a token budget,
+under FSDP2, and recomputed on the routes of the forward. A test runs the loop on 2 and 4 ranks, and compares its
+gradients with those of one dense process. docs/integrations/trainers.md explains the rules that the loop follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moe_dispatch import THD, Dispatched, Dispatcher, DispatcherConfig, Plan, Routing
-from moe_dispatch.layouts import bshd_to_thd, padded_length, sequence_multiple, thd_to_bshd
+from moe_dispatch import THD
+from moe_dispatch.integrations.transformers import RoutingReplay, attach, config_for, dispatchers_of, register
+from moe_dispatch.layouts import padded_length
+from moe_dispatch.replay import RoutingTable, Turn
+from moe_dispatch.training import Setup
 
-Group = dist.ProcessGroup | None
-VOCABULARY, HIDDEN, EXPERTS = 29, 32, 8
-# Tensor and context parallelism need sequences of such lengths. The dispatcher itself needs no padding.
-MULTIPLE = sequence_multiple(tp=4, sequence_parallel=True)
-
-
-def load_config() -> DispatcherConfig:
-    """Return a config that names no backend: the environment does. A call without a layout is an error."""
-    return DispatcherConfig.load(num_experts=EXPERTS, top_k=2, hidden_size=HIDDEN, infer_layout=False)
+VOCABULARY, HIDDEN, EXPERTS, PAD, END = 61, 32, 8, 0, 2
+NEW = 12  # most tokens of an answer
+MULTIPLE = 8  # rows of a pack, as tensor parallelism or float8 would ask for
 
 
-class MoE(Dispatcher):
-    def __init__(self, config: DispatcherConfig, group: Group, name: str) -> None:
-        super().__init__(config, group, name=name)
-        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
-        own = torch.randn(EXPERTS, HIDDEN, HIDDEN).chunk(self.ep_size)[self.ep_rank]
-        self.weight_EDD = nn.Parameter(own * HIDDEN**-0.5)
+@dataclass(frozen=True)
+class Rollout:
+    """What one rank sampled: the tokens of each sequence by name, the length of its prompt, and all routes."""
 
-    def run_experts(self, sent: Dispatched) -> Tensor:
-        return torch.tanh(sent.grouped_mm(sent.rows, self.weight_EDD))
-
-    def layer(self, x: Tensor, plan: Plan) -> Tensor:
-        weights_TK, ids_TK = self.router(x).softmax(1).topk(2)
-        y: Tensor = self(x, Routing(ids_TK, weights_TK), plan)
-        return x + y
+    tokens: dict[str, Tensor]
+    prompts: dict[str, int]
+    table: RoutingTable
 
 
-class Policy(nn.Module):
-    def __init__(self, config: DispatcherConfig, group: Group = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)  # every rank draws equal weights; a real loop loads a checkpoint
-        self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
-        self.mix = nn.GRU(HIDDEN, HIDDEN, batch_first=True)
-        self.moes = [MoE(config, group, f"layers.{index}.moe") for index in range(2)]
-        self.layers = nn.ModuleList(self.moes)
-        self.double()
+# ---- the model ----
 
-    def forward(self, ids_T: Tensor, layout: THD, plan: Plan) -> Tensor:
-        x: Tensor = self.embed(ids_T)
-        if len(x):  # a GRU takes no packed rows, see docs/layouts.md
-            ends, owned = layout.cu_seqlens, layout.cu_seqlens_padded
-            x_BSD = thd_to_bshd(x, ends, cu_seqlens_padded=owned, max_seqlen=layout.max_seqlen)
-            x = x + bshd_to_thd(self.mix(x_BSD)[0], ends, cu_seqlens_padded=owned)
-        for moe in self.moes:
-            x = moe.layer(x, plan)
-        logits_TV: Tensor = self.head(x)
-        return logits_TV
+
+def dense_model() -> Qwen3MoeForCausalLM:
+    """Build the model in one process. Every rank draws equal weights; a real loop loads a checkpoint."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        initializer_range=0.2,
+        pad_token_id=PAD,
+        eos_token_id=END,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def build() -> tuple[Qwen3MoeForCausalLM, Setup]:
+    """Build the model on all ranks: experts by moe_dispatch, weights sharded by FSDP2, layers recomputed."""
+    model = dense_model()
+    # The environment names the backend: MOE_DISPATCH_BACKEND. Without it, "auto" chooses.
+    register(config_for(model.config), group=dist.group.WORLD)
+    model.set_experts_implementation("moe_dispatch")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    attach(model, keep_routes=True, only_added=True)
+    setup = Setup(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ranks",)))
+    setup.shard(model, blocks=[*model.model.layers])
+    return model, setup
+
+
+# ---- the rollout ----
+
+
+@torch.no_grad()
+def sample(model: Qwen3MoeForCausalLM, prompts: dict[str, Tensor], *, seed: int) -> Rollout:
+    """Sample an answer to each prompt of this rank. Ranks may have different numbers of prompts, but one at least."""
+    torch.manual_seed(seed)
+    longest = max(map(len, prompts.values()))
+    ids = torch.stack([F.pad(prompt, (longest - len(prompt), 0), value=PAD) for prompt in prompts.values()])
+    model.eval()
+    with RoutingTable.record([*dispatchers_of(model).values()]) as recording:
+        recording.micro_batch([*prompts], cached=True)
+        # A rank whose answers have ended goes on until the others' have: its experts serve their tokens.
+        found = model.generate(
+            ids, attention_mask=(ids != PAD).long(), do_sample=True, max_new_tokens=NEW, synced_gpus=True
+        )
+    model.train()
+    recorded, tokens = recording.table(), dict[str, Tensor]()
+    for name, row in zip(prompts, found, strict=True):
+        answer = row[longest:]
+        ends = (answer == END).nonzero()
+        tokens[name] = torch.cat([prompts[name], answer[: int(ends[0]) + 1] if len(ends) else answer])
+    # Tokens that were fed behind the end of an answer are no part of it, and the last token was never fed.
+    turns = {name: (ids, [Turn(ids, recorded.entries(name)[: len(ids) - 1])]) for name, ids in tokens.items()}
+    table = RoutingTable.from_turns(turns, num_experts=EXPERTS)
+    return Rollout(tokens, {name: len(prompt) for name, prompt in prompts.items()}, table)
+
+
+# ---- the training ----
 
 
 def cut(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -77,99 +124,144 @@ def cut(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return batches
 
 
-def as_many_as_the_busiest(batches: list[list[int]], group: Group) -> list[list[int]]:
+def as_many_as_the_busiest(batches: list[list[int]]) -> list[list[int]]:
     """Append empty micro-batches, so that all ranks run as many forwards: an MoE layer is collective."""
     count = torch.tensor(len(batches))
-    if group:
-        dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(count, dist.ReduceOp.MAX)
     return batches + [[]] * (int(count) - len(batches))
 
 
-def pack(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor, THD]:
-    """Return the packed ids, a mask of the tokens that have a next token, and the layout. Pad sequences to MULTIPLE."""
-    lengths = [len(sequence) for sequence in sequences]
-    owned = [padded_length(length, MULTIPLE) for length in lengths]
-    cu_seqlens, cu_padded = torch.tensor([0, *lengths]).cumsum(0), torch.tensor([0, *owned]).cumsum(0)
-    ids_T = torch.zeros(sum(owned), dtype=torch.int64)
-    predicts_T = torch.zeros(sum(owned), dtype=torch.bool)
-    for sequence, start in zip(sequences, cu_padded.tolist(), strict=False):
-        ids_T[start : start + len(sequence)] = sequence
-        predicts_T[start : start + len(sequence) - 1] = True
-    return ids_T, predicts_T, THD(cu_seqlens, cu_padded, max(lengths, default=0))
+@dataclass(frozen=True)
+class Pack:
+    """Sequences one behind another, and padding behind the last one; or one row of padding for no sequence at all."""
+
+    names: Sequence[str | None]
+    tokens_T: Tensor
+    layout: THD
+    predicts_T: Tensor  # whether the next token of the row was generated
+
+    @classmethod
+    def of(cls, rollout: Rollout, names: Sequence[str]) -> Pack:
+        ends = torch.tensor([0, *(len(rollout.tokens[name]) for name in names)]).cumsum(0)
+        if not names:
+            ends = torch.tensor([0, 0])
+        size = padded_length(max(int(ends[-1]), 1), MULTIPLE)
+        tokens_T, predicts_T = torch.full((size,), PAD), torch.zeros(size, dtype=torch.bool)
+        for name, start in zip(names, ends.tolist(), strict=False):
+            tokens = rollout.tokens[name]
+            tokens_T[start : start + len(tokens)] = tokens
+            predicts_T[start + rollout.prompts[name] - 1 : start + len(tokens) - 1] = True
+        return cls(names or [None], tokens_T, THD(ends, torch.cat([ends[:-1], torch.tensor([size])])), predicts_T)
 
 
-def logprobs(policy: Policy, sequences: Sequence[Tensor]) -> Tensor:
-    """Return the log-probability of each next token of a micro-batch. One plan serves all layers and the backward."""
-    ids_T, predicts_T, layout = pack(sequences)
-    plan = policy.moes[0].plan(layout)
-    logits_TV = policy(ids_T, layout, plan)[predicts_T]
-    next_T = ids_T.roll(-1)[predicts_T]
-    return -F.cross_entropy(logits_TV, next_T, reduction="none")
+def logprobs(
+    model: Qwen3MoeForCausalLM, pack: Pack, replay: RoutingReplay, table: RoutingTable, step: int = 0
+) -> Tensor:
+    """Return the log-probability of each generated token of a pack, on the routes of its rollout."""
+    rows = len(pack.tokens_T)
+    starts = pack.layout.cu_seqlens_padded[:-1].repeat_interleave(pack.layout.cu_seqlens_padded.diff())
+    with replay.micro_batch(table.cut(pack.layout, pack.names, like=(rows, HIDDEN), step=step)):
+        logits_TV = model(
+            input_ids=pack.tokens_T[None],
+            position_ids=(torch.arange(rows) - starts)[None],  # they restart, so attention stays inside a sequence
+            cu_seq_lens_q=pack.layout.cu_seqlens,  # rows behind its last entry go to no expert
+            use_cache=False,
+        ).logits[0]
+    next_T = pack.tokens_T.roll(-1)[pack.predicts_T]
+    return -F.cross_entropy(logits_TV[pack.predicts_T], next_T, reduction="none")
 
 
-def step(
-    policy: Policy,
-    rollouts: Sequence[Tensor],
-    advantages: Tensor,
+def train(
+    model: Qwen3MoeForCausalLM,
+    rollout: Rollout,
+    advantages: dict[str, Tensor],
     *,
-    group: Group = None,
     budget: int,
-    logprob_budget: int | None = None,
+    old_budget: int | None = None,
+    step: int = 0,
 ) -> float:
-    """Compute the gradients of one policy-gradient step with PPO's clipping, and return the loss.
+    """Compute the gradients of one policy-gradient step with PPO's clipping, and return this rank's part of the loss.
 
-    The loss is a sum over tokens, divided by the tokens of all micro-batches and ranks. So the gradients depend neither
-    on the cut nor on the padding.
+    The loss is a sum over tokens, divided by the generated tokens of all micro-batches and ranks. So the gradients
+    depend neither on the cut nor on the padding.
     """
-    lengths = [len(sequence) for sequence in rollouts]
-    old: dict[int, Tensor] = {}
-    with torch.no_grad():
-        for batch in as_many_as_the_busiest(cut(lengths, logprob_budget or budget), group):
-            found = logprobs(policy, [rollouts[index] for index in batch])
-            old.update(zip(batch, found.split([lengths[index] - 1 for index in batch]), strict=bool(batch)))
+    names = [*rollout.tokens]
+    lengths = [len(tokens) for tokens in rollout.tokens.values()]
+    replay, old = RoutingReplay(model), dict[str, Tensor]()
 
-    tokens = torch.tensor(sum(lengths) - len(lengths))
-    if group:
-        dist.all_reduce(tokens, group=group)
+    def packs(budget: int) -> list[Pack]:
+        found = as_many_as_the_busiest(cut(lengths, budget))
+        return [Pack.of(rollout, [names[index] for index in batch]) for batch in found]
+
+    answers = {name: len(tokens) - rollout.prompts[name] for name, tokens in rollout.tokens.items()}
+    with torch.no_grad():  # in the mode of training, because evaluation computes other things in some models
+        for pack in packs(old_budget or budget):
+            found = logprobs(model, pack, replay, rollout.table, step)
+            mine = [name for name in pack.names if name is not None]
+            old.update(zip(mine, found.split([answers[name] for name in mine]), strict=bool(mine)))
+
+    generated = torch.tensor(sum(answers.values()))
+    dist.all_reduce(generated)
     total = 0.0
-    for batch in as_many_as_the_busiest(cut(lengths, budget), group):
-        new = logprobs(policy, [rollouts[index] for index in batch])
-        ratio = (new - torch.cat([old[index] for index in batch] or [new.detach()])).exp()
-        gain = torch.cat([advantages[index].expand(lengths[index] - 1) for index in batch] or [new.detach()])
-        loss = -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).sum() / tokens
-        loss.backward()  # also without tokens: every rank takes part in every backward
+    for pack in packs(budget):
+        mine = [name for name in pack.names if name is not None]
+        new = logprobs(model, pack, replay, rollout.table, step)
+        before = torch.cat([old[name] for name in mine] or [new.detach()])
+        gain = torch.cat([advantages[name].expand(answers[name]) for name in mine] or [new.detach()])
+        ratio = (new - before).exp()
+        loss = -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).sum() / generated
+        # FSDP takes the mean over the ranks. Also without tokens: every rank takes part in every backward.
+        (loss * dist.get_world_size()).backward()
         total += float(loss.detach())
-    reduce_gradients(policy, group)
+    replay.close()
     return total
 
 
-def reduce_gradients(policy: Policy, group: Group) -> None:
-    """Sum gradients over ranks: the loss is already divided. DDP takes a mean, so multiply its loss by its ranks."""
-    for name, weight in policy.named_parameters():
-        if group and not name.endswith("weight_EDD"):  # gradients of experts include all ranks already
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            dist.all_reduce(weight.grad, group=group)
+# ---- the loop ----
 
 
-def report(policy: Policy) -> dict[str, object]:
-    """Return metrics of this rank. Reading them waits for the device, so do not do so in every micro-batch."""
-    seen = policy.moes[0].metrics()
+def prompts_of(rank: int, step: int) -> dict[str, Tensor]:
+    """Draw the prompts of a rank: one more on each rank, of any length."""
+    drawn = torch.Generator().manual_seed(100 * step + rank)
+    lengths = torch.randint(2, 9, (rank + 1,), generator=drawn).tolist()
     return {
-        "backend": seen.backend,
-        "tokens": int(seen.real_tokens_per_expert.sum()),
-        "busiest expert over the mean": seen.imbalance,
-        "padding not sent": sum(seen.rows_skipped.values()),
+        f"step {step}, rank {rank}, {number}": torch.randint(3, VOCABULARY, (length,), generator=drawn)
+        for number, length in enumerate(lengths)
     }
 
 
-def draw() -> tuple[list[Tensor], Tensor]:
-    """Return random rollouts and their advantages."""
-    generator = torch.Generator().manual_seed(1)
-    lengths = (40, 3, 17, 25, 9, 60, 2, 31)
-    rollouts = [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
-    return rollouts, torch.randn(len(rollouts), generator=generator, dtype=torch.float64)
+def reward(tokens: Tensor) -> Tensor:
+    """Judge an answer. Here: the share of even tokens, less a half."""
+    return (tokens % 2 == 0).float().mean() - 0.5
+
+
+def loop(steps: int, *, budget: int = 32, seen: Callable[..., Any] | None = None) -> None:
+    """Run the loop. ``seen`` is called before each step of the optimizer, with what a test compares."""
+    model, setup = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        rollout = sample(model, prompts_of(dist.get_rank(), step), seed=dist.get_rank())
+        advantages = {name: reward(tokens[rollout.prompts[name] :]) for name, tokens in rollout.tokens.items()}
+        loss = train(model, rollout, advantages, budget=budget, old_budget=2 * budget, step=step)
+        rollout.table.check_used()  # once, in this step
+        if seen is not None:
+            seen(model, rollout, advantages, loss)
+        setup.clip(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        report = next(iter(dispatchers_of(model).values())).metrics(gather=True)
+        if dist.get_rank() == 0:
+            drift = max(report.replay_drift.values())
+            print(f"step {step + 1}: loss {loss:.4f}, busiest expert over the mean {report.imbalance:.2f}, ", end="")
+            print(f"backend {report.backend}, router drift {drift:.4f}", flush=True)
+    for dispatcher in dispatchers_of(model).values():
+        dispatcher.close()
 
 
 if __name__ == "__main__":
-    policy = Policy(load_config())
-    print(step(policy, *draw(), budget=64, logprob_budget=128), report(policy))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    loop(parser.parse_args().steps)
+    dist.destroy_process_group()

@@ -40,6 +40,7 @@ class WrapperObserver(Observer):
 
     def __init__(self, channel: Channel) -> None:
         self._group = channel.communicator.group
+        self._num_experts = channel.config.num_experts
         self._num_held = channel.config.num_experts // channel.shape.ep_size
         self._told = self._told_split = False
         self._seen: weakref.WeakKeyDictionary[Lease, tuple[bool, int, bool]] = weakref.WeakKeyDictionary()
@@ -55,7 +56,7 @@ class WrapperObserver(Observer):
         ranks = set[int]()
         with suppress(KeyError):  # torch.distributed does not know a group that was made by hand
             ranks = {*dist.get_process_group_ranks(real_group(self._group))}
-        used = {id(parameter): parameter for parameter in parameters_behind(rows)}
+        used = {id(parameter): parameter for parameter in parameters_behind(rows) if not self._is_whole(parameter)}
         found = [*(_by_ddp(ddp, used) if ddp is not None else ()), *self._by_fsdp(lease, used), *_by_fsdp1(used)]
         mixed = [(by, name) for by, name, shared in found if len(ranks.intersection(shared)) > 1]
         for by in dict.fromkeys(by for by, _ in mixed):
@@ -94,6 +95,10 @@ class WrapperObserver(Observer):
                 UserWarning,
                 stacklevel=4,
             )
+
+    def _is_whole(self, parameter: Tensor) -> bool:
+        """Return whether a parameter is a stack of the experts of all ranks, of which each rank runs some."""
+        return parameter.dim() > 2 and parameter.shape[0] == self._num_experts != self._num_held
 
     def _by_fsdp(self, lease: Lease, used: dict[int, Any]) -> Iterator[Managed]:
         """Yield what ``fully_shard`` manages of the parameters that the experts used, and of frozen stacks."""
