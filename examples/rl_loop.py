@@ -1,4 +1,4 @@
-"""A reinforcement-learning loop on one set of ranks: rollout, training on the rollout's routes, and again.
+"""A reinforcement-learning loop on one set of ranks: rollout, release, training on the rollout's routes, and again.
 
     torchrun --nproc-per-node 4 examples/rl_loop.py --steps 2
     MOE_DISPATCH_BACKEND=allgather torchrun --nproc-per-node 2 examples/rl_loop.py  # another backend for the whole loop
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_dispatch import THD
+from moe_dispatch.dispatchers import release
 from moe_dispatch.integrations.transformers import RoutingReplay, attach, config_for, dispatchers_of, register
 from moe_dispatch.layouts import padded_length
 from moe_dispatch.replay import RoutingTable, Turn
@@ -240,8 +241,10 @@ def loop(steps: int, *, budget: int = 32, seen: Callable[..., Any] | None = None
     model, setup = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps):
+        release([*dispatchers_of(model).values()])  # what training held, so that the rollout has the memory
         rollout = sample(model, prompts_of(dist.get_rank(), step), seed=dist.get_rank())
         advantages = {name: reward(tokens[rollout.prompts[name] :]) for name, tokens in rollout.tokens.items()}
+        release([*dispatchers_of(model).values()])  # what the rollout held; the next dispatch opens again
         loss = train(model, rollout, advantages, budget=budget, old_budget=2 * budget, step=step)
         rollout.table.check_used()  # once, in this step
         if seen is not None:
