@@ -36,4 +36,6 @@ def test_means_of_means_without_a_loss_per_token(proofs: dict[str, Proof]) -> No
 
 def test_gaps_that_the_ranks_count_are_told(proofs: dict[str, Proof]) -> None:
     (finding,) = proofs["gaps counted"].findings
-    assert re.fullmatch(r"Every gradient is \d\.\d\d times too small( \(number of ranks along dp, or cp\))?\.", finding), finding
+    assert re.fullmatch(
+        r"Every gradient is \d\.\d\d times too small( \(number of ranks along dp, or cp\))?\.", finding
+    ), finding
