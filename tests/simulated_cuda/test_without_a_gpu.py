@@ -16,7 +16,6 @@ RUNS = {
     "quickstart": ((*TORCHRUN, "examples/quickstart.py"), r"rank 1: 5 tokens, .* True"),
     "train_fsdp2": ((*TORCHRUN, "examples/train_fsdp2.py", "--steps", "2"), r"step 2, loss \d\.\d+"),
     "convert_model": (("examples/convert_model.py", "--ranks", "2"), r"local +1 .* same"),
-    "rl_loop": (("examples/rl_loop.py",), r"'backend': 'local'"),
 }
 
 
