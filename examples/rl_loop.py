@@ -160,7 +160,8 @@ def logprobs(
 ) -> Tensor:
     """Return the log-probability of each generated token of a pack, on the routes of its rollout."""
     rows = len(pack.tokens_T)
-    starts = pack.layout.cu_seqlens_padded[:-1].repeat_interleave(pack.layout.cu_seqlens_padded.diff())
+    bounds = torch.as_tensor(pack.layout.cu_seqlens_padded)
+    starts = bounds[:-1].repeat_interleave(bounds.diff())
     with replay.micro_batch(table.cut(pack.layout, pack.names, like=(rows, HIDDEN), step=step)):
         logits_TV = model(
             input_ids=pack.tokens_T[None],
