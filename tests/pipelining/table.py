@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining import stage as stages
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing
 from moe_dispatch.dispatchers import SlotWeights
+from moe_dispatch.lean import first_mm, last_mm
 from moe_dispatch.recompute import checkpoint
 
 EXPERTS, TOP_K, HIDDEN, INNER, MICRO_BATCHES = 4, 2, 32, 8, 4
@@ -38,8 +40,12 @@ MODES: dict[str, dict[str, Any]] = {
     "kept": {},
     "kept graph-safe": SAFE,
     "debug": {"debug": True},
+    "lean": {"deliver": "packets"},
+    "lean graph-safe": {"deliver": "packets", **SAFE},
 }
 Cell = tuple[str, str, str]
+REPEATED: Cell = ("InterleavedZeroBubble", "alltoall", "torch's checkpoint")
+"""A cell that repeats its exchanges in the pass for weights."""
 OTHERS = {"local": {"exact", "exact graph-safe", "8 bits"}, "alltoall": set[str](), "allgather": set[str]()}
 CELLS: list[Cell] = [
     (schedule, backend, mode)
@@ -61,7 +67,9 @@ class Experts(Dispatcher):
         self.first, self.second = nn.Parameter(first), nn.Parameter(second)
         self.slots = SlotWeights(self) if config.balance is not None else None
 
-    def run_experts(self, sent: Dispatched) -> Tensor:
+    def run_experts(self, sent: Dispatched) -> Any:
+        if self.config.deliver == "packets":
+            return last_mm(sent, first_mm(sent, self.first), self.second, activation=torch.tanh)
         if self.slots is not None:
             return self.slots.run(sent, self.compute, self.first, self.second)[1]
         return self.compute(sent, self.first, self.second)
@@ -96,6 +104,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.experts is not None and self.mode.startswith("kept"):
             return checkpoint(self.compute, x)
+        if self.experts is not None and self.mode == REPEATED[2]:
+            repeated: Tensor = torch_checkpoint(self.compute, x, use_reentrant=False)
+            return repeated
         return self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:
@@ -145,7 +156,7 @@ def trained(mesh: DeviceMesh, cell: Cell) -> dict[str, Any]:
     name, backend, mode = cell
     group, rank, stage = mesh["ep"].get_group(), mesh["ep"].get_local_rank(), mesh["pp"].get_local_rank()
     own = slice(None) if backend == "local" else slice(2 * rank, 2 * rank + 2)
-    fields = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "backend": backend, **MODES[mode]}
+    fields = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "backend": backend, **MODES.get(mode, {})}
     config = DispatcherConfig(**fields)
     alone = name in ("GPipe", "1F1B")
     mine = [stage] if alone else [stage, stage + 2] if "Interleaved" in name else [stage, 3 - stage]

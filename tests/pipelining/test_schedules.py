@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from moe_dispatch_testing import run_processes
-from tests.pipelining.table import CELLS, MICRO_BATCHES, MODES, OTHERS, SCHEDULES, TOKENS, TOP_K, Cell, run_cells
+from tests.pipelining.table import (
+    CELLS,
+    MICRO_BATCHES,
+    MODES,
+    OTHERS,
+    REPEATED,
+    SCHEDULES,
+    TOKENS,
+    TOP_K,
+    Cell,
+    run_cells,
+)
 
 BACKENDS, NAMES = [*OTHERS], [*MODES]
 
@@ -29,7 +40,7 @@ def computed(cells: list[Cell]) -> list[dict[Cell, Any]]:
 @pytest.fixture(scope="module")
 def first() -> list[dict[Cell, Any]]:
     """Processes start once for all cells."""
-    return computed(FIRST)
+    return computed([*FIRST, REPEATED])
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +78,15 @@ def test_schedule(first: list[dict[Cell, Any]], cell: Cell) -> None:
 @pytest.mark.parametrize("cell", REST, ids="-".join)
 def test_schedule_in_another_mode(rest: list[dict[Cell, Any]], cell: Cell) -> None:
     check(rest, cell)
+
+
+def test_exchanges_in_the_pass_for_weights_are_counted(first: list[dict[Cell, Any]]) -> None:
+    """Torch's checkpoint repeats a block there, with its exchanges, and the count that is 0 elsewhere shows it."""
+    for found in first:
+        result = found[REPEATED]
+        assert max(result["far"].values()) < 1e-5
+        assert result["for weights"].keys() >= {"dispatch", "combine"}, result
+        assert max(result["runs"]) > 3
 
 
 def test_cells_that_always_run() -> None:
