@@ -22,7 +22,7 @@ def on_files(files: Any, *, config: Any) -> Any:
     for module, names in _BLOCK.findall(files.get_file_from_path(INDEX).content_string):
         for name in names.split(", "):
             # The second line names the module, which people copy.
-            text = f"# {name}\n\n`from {module} import {name}`\n\n::: {module}.{name}\n"
+            text = f"# {name}\n\n`from {module} import {name}`{_contents(module, name)}\n\n::: {module}.{name}\n"
             page = File.generated(config, _path(module, name), content=text, inclusion=InclusionLevel.NOT_IN_NAV)
             files.append(page)
     return files
@@ -43,10 +43,22 @@ def _links(block: re.Match[str]) -> str:
     return f"`{module}`:\n\n" + "\n".join(lines)
 
 
+def _contents(module: str, name: str) -> str:
+    """Return links to the members that the page of a class shows: those with a docstring."""
+    public = _object(module, name).members.values()
+    shown = [member.name for member in public if member.docstring and not member.name.startswith("_")]
+    links = " · ".join(f"[`{member}`](#{module}.{name}.{member})" for member in shown)
+    return f"\n\nContents: {links}" if links else ""
+
+
 def _summary(module: str, name: str) -> str:
     """Return the first sentence of a docstring, after a colon."""
-    docstring = _package(module.partition(".")[0])[f"{module}.{name}".partition(".")[2]].docstring
+    docstring = _object(module, name).docstring
     return f": {docstring.value.splitlines()[0]}" if docstring else ""
+
+
+def _object(module: str, name: str) -> Any:
+    return _package(module.partition(".")[0])[f"{module}.{name}".partition(".")[2]]
 
 
 @functools.cache

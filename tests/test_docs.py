@@ -30,6 +30,13 @@ PAGES = sorted(
     ]
 )
 TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+PAGES_OF_SITE = runpy.run_path(str(ROOT / "docs" / "links.py"))
+WEIGHTS = runpy.run_path(str(ROOT / "docs" / "search.py"))
+# What people type into a search, each as the stems of its words.
+QUERIES = """
+accumul gradient|no token|CUDA graph|capacity factor|wandb|bitwise|muon|migrat|MTP|tutel|megablocks|hydra|EMA
+FSDP2 EP tensor|checkpoint|LoRA|pipeline|torchtitan|megatron|8-bit|hang|shared expert|mixed precision|metrics
+""".replace("\n", "|").strip("|")
 NOTES = sorted((ROOT / "docs" / "design").glob("*.md"))
 
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -91,7 +98,11 @@ def test_design_notes_are_numbered_and_have_a_status() -> None:
         ("layouts.md", "", lambda names: names["arrived"] == [(9, [0, 5, 8, 17])] * 8),
         ("questions.md", "", lambda names: torch.equal(names["again"].rows, names["sent"].rows)),
         # What follows needs tensorboard: tests/integration/test_metrics_page.py.
-        ("tuning.md", "## TensorBoard", lambda names: names["bias"].any() and not names["metrics"].bytes_sent),
+        (
+            "tuning.md",
+            "## TensorBoard, wandb and Prometheus",
+            lambda names: names["bias"].any() and not names["metrics"].bytes_sent,
+        ),
         pytest.param("writing-a-backend.md", "", lambda names: names["report"].passed, marks=pytest.mark.slow),
         (
             "your-model.md",
@@ -217,8 +228,8 @@ def test_every_page_is_once_in_the_navigation() -> None:
     listed = re.findall(
         r"^ +- (?:[^:\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
     )
-    pages = sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
-    assert sorted(listed) == pages
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted([*pages, "changelog.md", "examples.md"])
 
 
 REPOSITORY = "https://example.org"
@@ -232,9 +243,50 @@ REPOSITORY = "https://example.org"
         ("", "backends.md", "[it](../README.md#a)", "it (`README.md`)"),
         ("", "design/0001.md", "[the Makefile](../../Makefile)", "the Makefile"),
         ("", "design/0001.md", "[it](../backends.md)", "[it](../backends.md)"),
+        ("", "backends.md", "[it](../examples/launch.py)", "[it](examples/launch.md)"),
+        (REPOSITORY, "design/0001.md", "[it](../../CHANGELOG.md#a)", "[it](../changelog.md#a)"),
     ],
 )
 def test_links_out_of_docs_lead_to_the_repository(repository: str, page: str, link: str, on_the_site: str) -> None:
     hook = runpy.run_path(str(ROOT / "docs" / "links.py"))["on_page_markdown"]
     of_page = SimpleNamespace(file=SimpleNamespace(src_uri=page))
     assert hook(f"See {link}.", page=of_page, config={"repo_url": repository}) == f"See {on_the_site}."
+
+
+def _weight(page: str) -> float:
+    meta: dict[str, Any] = {}
+    of_page = SimpleNamespace(file=SimpleNamespace(src_uri=page), meta=meta)
+    assert WEIGHTS["on_page_markdown"]("", page=of_page) is None, "the text of the page stays"
+    return 0.0 if meta["search"].get("exclude") else meta["search"]["boost"]
+
+
+@pytest.mark.parametrize("query", QUERIES.split("|"))
+def test_what_people_type_stands_in_a_heading_of_a_guide(query: str) -> None:
+    """The search of the site weighs words of headings most."""
+    headings = {
+        (page, heading.lower())
+        for path in (ROOT / "docs").rglob("*.md")
+        if _weight(page := str(path.relative_to(ROOT / "docs"))) >= 1
+        for heading in re.findall(r"^#+ (.*)$", _prose(path), re.MULTILINE)
+    }
+    assert [page for page, heading in headings if all(stem.lower() in heading for stem in query.split())]
+
+
+def test_search_of_the_site_finds_guides_before_names_and_no_internals() -> None:
+    assert _weight("questions.md") > _weight("training.md") == 1 > _weight("reference/moe_dispatch.Dispatcher.md") > 0
+    assert _weight("training.md") > _weight("examples/train_fsdp2.md") > 0
+    assert not any(_weight(f"design/{note.name}") for note in NOTES)
+    assert not _weight("reference/moe_dispatch.permutation.SlotIndex.md")
+
+
+def test_examples_and_the_changelog_are_pages_of_the_site() -> None:
+    made = PAGES_OF_SITE["pages"]()
+    assert {f"examples/{path.stem}.md" for path in ROOT.glob("examples/*.py")} < set(made)
+    page = made["examples/train_fsdp2.md"]
+    assert page.startswith("# train_fsdp2.py\n\nTrain a mixture-of-experts language model")
+    assert page.count("```") == 2
+    assert "torchrun --nproc-per-node 4" in page.partition("```")[0]
+    compile(page.split("```")[1].partition("\n")[2], "train_fsdp2.py", "exec")
+    assert made["changelog.md"].startswith("# Changelog\n")
+    assert "](docs/" not in made["changelog.md"]
+    assert "- [`log_metrics.py`](examples/log_metrics.md): Log what" in made["examples.md"]
