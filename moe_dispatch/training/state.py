@@ -123,9 +123,9 @@ def _prefixes(name: str) -> Iterator[str]:
 
 def _like(mine: Any, loaded: Any) -> Any:
     """Return what was loaded in the form that the model has: a plain tensor, or a DTensor of fewer ranks."""
-    if not isinstance(loaded, DTensor) or (isinstance(mine, DTensor) and mine.shape == loaded.shape):
+    if not isinstance(loaded, Tensor) or (type(mine) is type(loaded) and mine.shape == loaded.shape):
         return loaded
-    local = loaded.to_local()
+    local = loaded.to_local() if isinstance(loaded, DTensor) else loaded
     if not isinstance(mine, DTensor):
         return local.reshape(mine.shape)
     return DTensor.from_local(

@@ -99,9 +99,10 @@ def as_part(tensor: Tensor, axes: Axes, held: Held) -> Tensor:
     """
     cut = axes.dims_of_dtensor(tensor) if isinstance(tensor, DTensor) else {}
     spread = tuple(dim for dim in held.part if dim not in cut)
+    view, dim = held.stack or ((*tensor.shape,), 0)
     if axes.mesh is None or not spread:
-        return tensor
-    mesh, (view, dim) = axes.mesh[spread], held.stack or ((*tensor.shape,), 0)
+        return tensor if isinstance(tensor, DTensor) else tensor.view(view)
+    mesh = axes.mesh[spread]
     if not isinstance(tensor, DTensor):
         return DTensor.from_local(tensor.view(view), mesh, [Shard(dim)] * mesh.ndim)
     outer = [_StridedShard(0, split_factor=mesh.size()) if p.is_shard(0) else p for p in tensor.placements]

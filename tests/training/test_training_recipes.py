@@ -249,3 +249,11 @@ def test_so_does_one_copy_of_any_number_of_experts(one_copy: Found, cell: str) -
 def test_so_do_other_models_and_optimizers(others: Found, cell: str) -> None:
     for name in others[0]:
         hold(others, name, cell)
+
+
+def test_adapters_of_parts_and_of_all_experts_load_each_other(tmp_path: Path) -> None:
+    """PEFT's factor B has the experts last, so a part of a checkpoint is no slice of it."""
+    pytest.importorskip("peft", reason="needs peft")
+    found = on_ranks(["ddp, 1 x 2", "ddp, 2 x 2"], EXPERTS, tmp_path, with_adapters, ranks=2)
+    for name in found[0]:
+        hold(found, name, "checkpoint")

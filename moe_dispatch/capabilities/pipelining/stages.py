@@ -104,13 +104,24 @@ def probe(stage: Any) -> Iterator[None]:
         of_thread.interceptor = before
 
 
+@final
+class _Nobody(list[Observer]):
+    """The observers of a run that is no step. Those that would attach themselves look at the first micro-batch."""
+
+    def append(self, observer: Observer) -> None:
+        pass
+
+    def remove(self, observer: Observer) -> None:
+        pass
+
+
 @contextmanager
 def _aside(channel: Channel) -> Iterator[None]:
     """Replace what counts and observes the calls on a channel."""
     meter, observers = channel.meter, channel.observers
     ranks = {channel.communicator: None, channel.control: None}
     counts = [(each, each.calls, each.bytes_sent) for each in ranks]
-    channel.meter, channel.observers = meter.like(), []
+    channel.meter, channel.observers = meter.like(), _Nobody()
     for each in ranks:
         each.calls, each.bytes_sent = Counter(), Counter()
     try:
