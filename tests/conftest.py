@@ -9,6 +9,8 @@ import gc
 import multiprocessing
 import os
 import time
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -32,6 +34,10 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 # Configs read these variables, and tests say themselves which are set.
 for variable in [name for name in os.environ if name.startswith("MOE_DISPATCH_")]:
     del os.environ[variable]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", type=int, default=1, help="run one in N of the cases of each parametrized test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,12 +72,28 @@ def channels_of_its_own() -> Iterator[None]:
     channel._channels.clear()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu where torch sees no CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what ``--every`` leaves out, and skip tests marked gpu where torch sees no CUDA device."""
+    left_out = _left_out(items, config.getoption("every"))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
     without_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(without_device)
+
+
+def _left_out(items: list[pytest.Item], every: int) -> set[str]:
+    """Return all cases but one in ``every`` of each test, chosen by a checksum of their names: always the same."""
+    cases = defaultdict[str, list[str]](list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item.nodeid)
+    return {
+        name
+        for names in cases.values()
+        for place, name in enumerate(sorted(names, key=lambda name: zlib.crc32(name.encode())))
+        if place % every
+    }
 
 
 def pytest_collection_finish() -> None:

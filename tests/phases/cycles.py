@@ -1,6 +1,7 @@
 """Phases as in colocated reinforcement learning: train, release, destroy and make groups anew, evaluate, train.
 
-``python -m tests.phases.cycles 50`` measures cycles with ``release``, and with ``close`` and a build, on each backend.
+``python -m tests.phases.cycles 50`` checks 50 cycles on each backend, which takes 20 minutes, and measures cycles with
+``release``, and with ``close`` and a build.
 """
 
 from __future__ import annotations
@@ -175,6 +176,18 @@ def compare(rank: int, cases: list[str], cycles: int, folder: str) -> dict[str, 
     return found
 
 
+def check(found: dict[str, Any]) -> None:
+    """Check that the losses of a rank are those without ``release``, and that it holds no more from cycle to cycle."""
+    for case, of_case in found.items():
+        assert of_case["equal"], case
+        assert len(set(of_case["keys"])) == 1, case
+        held = of_case["held"]
+        assert all(each == held[0] for each in held[1:]), (case, held[0], held[-1])
+        assert held[0]["channels"] == 0
+        assert {after for _, after in of_case["memory"]} == {0}
+        assert len({before for before, _ in of_case["memory"][1:]}) == 1, case
+
+
 def rebuild(rank: int, case: str, cycles: int, folder: str) -> list[float]:
     """Return the seconds of each cycle with ``close`` and a build of the dispatchers."""
     found = []
@@ -202,8 +215,10 @@ def measure(rank: int, cycles: int, folder: str) -> dict[str, tuple[float, float
 
 
 def main(cycles: int) -> None:
-    """Print seconds per cycle, of the slowest rank."""
+    """Check cycles, and print seconds per cycle, of the slowest rank."""
     with tempfile.TemporaryDirectory() as folder:
+        for found in run_processes(compare, RANKS, [*CASES], cycles, folder):
+            check(found)
         by_rank = run_processes(measure, RANKS, cycles, folder)
     for case in CASES:
         released, rebuilt = (max(found[case][way] for found in by_rank) for way in range(2))

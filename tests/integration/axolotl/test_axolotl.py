@@ -80,7 +80,7 @@ FOUR_BITS = {
 
 @functools.cache
 def results(ranks: int) -> dict[str, list[Any]]:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="run-") as folder:
         save_model(Path(folder, "model"))
         trained = TRAINED if ranks == 2 else ON_FOUR
         checks: dict[str, Any] = {name: functools.partial(compared, folder, case) for name, case in trained.items()}
@@ -95,7 +95,7 @@ def results(ranks: int) -> dict[str, list[Any]]:
 
 @functools.cache
 def results_of_packing() -> dict[str, list[Any]]:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="run-") as folder:
         save_model(Path(folder, "model"))
         checks = {
             "packed": functools.partial(compared, folder, Case(fields=BALANCED, keys=PACKED)),
