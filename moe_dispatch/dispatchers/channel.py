@@ -330,6 +330,14 @@ def _release(channel: Channel, *, by_hand: bool) -> None:
     channel.shut(closes=not waits)
 
 
+def _drop_gone() -> None:
+    """Drop channels that were kept for later dispatchers, if their group was destroyed since."""
+    with _lock:
+        gone = [each for each in _channels.values() if not each.users and each.communicator.is_gone]
+        for channel in gone:
+            channel.shut(closes=False)
+
+
 _lock = threading.RLock()
 _serial = itertools.count()
 # By the ids of the group and the control group, and the digest of the config. An open channel holds its groups, so no
@@ -351,6 +359,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     If ranks disagree, an exchange of texts comes on top.
     """
     process_group, control_group = process_group_of(group), process_group_of(control_group)
+    _drop_gone()
     if group is None and config.backend_name != "local" and _ranks_of_job() > 1:
         _warn_of_one_rank()
     agreed, problem = attempt(lambda: check_name(name))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -60,3 +64,15 @@ def test_what_experts_of_a_framework_cannot_do_is_refused(
     refuse("register", config)
     with pytest.raises(ConfigError, match=rf"register: .* {told}\. Leave"):
         refuse("register", config.replace(**changes))
+
+
+def test_a_megatron_without_a_part_is_refused_in_one_sentence(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(FRAMEWORK, "0.19.2")
+    for name in ("megatron", "megatron.core"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    place = Path(checks.__file__).with_name("megatron") / "core.py"
+    text = rf"megatron-core 0\.19\.2 lacks a part that this integration needs: .*tensor_parallel.*\. {TESTED} Install"
+    with pytest.raises(IntegrationError, match=text):
+        runpy.run_path(str(place))

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Dispatched, Dispatcher, Routing, Rows, build_dispatcher
 from moe_dispatch.balance import ExpertPlacement
+from moe_dispatch.dispatchers import channel as channels
 from moe_dispatch.dispatchers import release, reopen
 from moe_dispatch.errors import MoEDispatchError, StateError
 from moe_dispatch.recompute import keep_routes, keep_routes_of
@@ -327,6 +328,26 @@ def test_a_group_that_was_dropped_stays_nowhere() -> None:
         return alive() is None
 
     assert _run_threads(body, 2) == [True, True]
+
+
+def test_channels_of_destroyed_groups_do_not_add_up() -> None:
+    """Dispatchers that were dropped, not closed, before their group was destroyed."""
+    before = set(channels._channels.values())
+    for _ in range(3):
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        dispatcher = build_dispatcher(
+            small_config({"name": "hybridep", "emulate": True}, hidden_size=256), dist.group.WORLD
+        )
+        with torch.no_grad():
+            sent = dispatcher.dispatch(random_rows(4, 256).bfloat16(), random_routing(4))
+            dispatcher.combine(sent.rows, sent)
+        del dispatcher, sent
+        gc.collect()
+        dist.destroy_process_group()
+        kept = [channel for channel in channels._channels.values() if channel not in before]
+        assert len(kept) <= 1
+    build_dispatcher(small_config("local")).close()
+    assert {*channels._channels.values()} <= before
 
 
 def test_a_model_without_a_dispatcher_is_refused() -> None:

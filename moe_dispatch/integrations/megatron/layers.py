@@ -168,6 +168,13 @@ def _with_dispatch(spec: Any, params: dict[str, Any]) -> Any:
 def replace_dispatcher(layer: Any, **given: Any) -> None:
     """Replace the layer's dispatcher by a MegatronDispatcher on the same groups."""
     old = layer.token_dispatcher
+    check_settings(layer.config)
+    if (manager := getattr(old, "_comm_manager", None)) is not None:
+        raise ConfigError(
+            "MegatronDispatcher: the layer must be built with Megatron's alltoall or allgather dispatcher, got "
+            f"{type(old).__name__} with {type(manager).__name__}, whose buffers and group would stay. Set "
+            'moe_token_dispatcher_type="alltoall" before the model is built.'
+        )
     groups = ProcessGroupCollection()
     groups.ep, groups.expt_tp, groups.tp_ep = old.ep_group, old.tp_group, old.tp_ep_group
     balanced = None if given.get("balance") is None else SlotExperts(layer.experts)

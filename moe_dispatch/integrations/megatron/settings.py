@@ -35,10 +35,12 @@ _WAYS_OUT = {
     "moe_enable_deepep": 'Leave it out, and pass backend="deepep"',
     "moe_permute_fusion_into_hybridep": 'Leave it out, and pass backend={"name": "hybridep", "fuse_permute": True}',
     "moe_hybridep_pad_uneven_dispatch_inputs": "Leave it out: the dispatcher makes row counts equal if needed",
+    "moe_hybridep_pad_variable_tokens": "Leave it out: the dispatcher makes row counts equal if needed",
     "moe_flex_dispatcher_num_sms": 'Leave it out, and pass an option: backend={"name": "deepep", "num_sms": 24}, or '
     'num_sms_dispatch and num_sms_combine of "hybridep"',
     "moe_ncclep_static_shape": "Leave it out, and pass graph_safe=True, max_tokens_per_rank=",
     "moe_ncclep_zero_copy": "Leave it out",
+    "moe_ncclep_use_symm_mem": "Leave it out",
     "moe_dispatch_fwd_dtype": 'Leave it out, and pass wire="mxfp8"',
     "moe_combine_bwd_dtype": "Leave it out: gradients travel in their own dtype",
     "moe_megakernel_backend": "Leave it out: a megakernel moves rows and runs experts itself, so it takes the place of "

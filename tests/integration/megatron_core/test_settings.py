@@ -271,6 +271,8 @@ def later_settings(**changes: Any) -> Any:
         ),
         ({"moe_dispatch_fwd_dtype": "mxfp8"}, r"moe_dispatch_fwd_dtype='mxfp8' .* pass wire=\"mxfp8\""),
         ({"moe_combine_bwd_dtype": "mxfp8"}, r"moe_combine_bwd_dtype='mxfp8' .*gradients travel in their own dtype"),
+        ({"moe_hybridep_pad_variable_tokens": True}, "moe_hybridep_pad_variable_tokens=True .*row counts equal"),
+        ({"moe_ncclep_use_symm_mem": True}, "moe_ncclep_use_symm_mem=True is not supported. Leave it out"),
         ({"moe_flex_dispatcher_backend": "deepepv2", "moe_token_dispatcher_type": "flex"}, r'Set it to "alltoall"'),
     ],
 )
@@ -280,3 +282,14 @@ def test_what_goes_around_every_dispatcher_in_core_0_20_is_refused(changes: dict
     check_settings(later_settings())
     with pytest.raises(ConfigError, match=rf"^MegatronDispatcher: .*{told}"):
         check_settings(later_settings(**changes))
+
+
+@pytest.mark.parametrize("manager", ["_DeepepV2Manager", "_NCCLEPManager", "_HybridEPManager"])
+def test_a_layer_that_was_built_with_a_library_is_refused(manager: str) -> None:
+    """Its config may say something else by now."""
+    from moe_dispatch.integrations.megatron.layers import replace_dispatcher
+
+    built = type("MoEFlexTokenDispatcher", (), {"_comm_manager": type(manager, (), {})()})()
+    text = rf"must be built with Megatron's alltoall.*got MoEFlexTokenDispatcher with {manager}, whose buffers"
+    with pytest.raises(ConfigError, match=text):
+        replace_dispatcher(SimpleNamespace(config=later_settings(), token_dispatcher=built))

@@ -458,3 +458,26 @@ def test_close_releases_the_group_and_a_later_backward_is_refused(library: Calla
             dispatcher.close()
 
     run_ranks(body, 2)
+
+
+def test_release_gives_the_group_back_and_the_next_call_makes_it_anew(library: Callable[[], Any]) -> None:
+    def body(group: Group) -> list[int]:
+        with opened(group) as dispatcher:
+            found, held = [], []
+            for tokens in (8, 8, 2048):
+                x, routing = batch(group.rank(), tokens + group.rank())
+                y = run(group, dispatcher, x, routing)
+                check(y, x, routing)
+                found.append(y.detach())
+                held.append(dispatcher.metrics().memory_held)
+                dispatcher.release()
+                assert not library().is_ep_bootstrapped()
+                held.append(dispatcher.metrics().memory_held)
+            assert torch.equal(found[0], found[1])
+            assert held[1::2] == [0, 0, 0]
+            assert 0 < held[0] == held[2] < held[4]
+            return bounds(library())
+
+    made = run_ranks(body, 2)
+    assert made[0] == made[1]
+    assert len(made[0]) == 3
