@@ -171,8 +171,10 @@ constraints: $(DEV) ## make constraints.txt; ARGS="--upgrade transformers" lets 
 findings: ## run the scripts of findings/ in turn, each in an environment of its own, an hour; they download packages
 	for script in findings/*.sh; do echo "== $$script"; PYTHON=$(PYTHON) "$$script" || exit 1; done
 
-check: $(DEV) ## formatting, lint and types
+check: $(DEV) ## formatting, lint, types, spelling and workflows
 	$(VENV)/bin/hadolint Dockerfile
+	$(VENV)/bin/typos
+	$(VENV)/bin/zizmor --offline --quiet .github
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy

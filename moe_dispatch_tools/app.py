@@ -119,6 +119,9 @@ def doctor_command(
     num_experts: Annotated[int | None, count("Experts in the whole group, E.", default="64")] = None,
     top_k: Annotated[int | None, count("Experts per token, K.", default="8")] = None,
     hidden: Annotated[int | None, count("Hidden size, D.", default="4096")] = None,
+    environment: Annotated[
+        bool, typer.Option("--environment", help="Also print what torch.utils.collect_env finds.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Show which backends work on this machine.
@@ -146,6 +149,7 @@ def doctor_command(
         backend=backend or own,
         emulated=emulated,
         ranks=ranks,
+        environment=environment,
         as_json=as_json,
     )
 

@@ -67,7 +67,7 @@ def faults() -> list[str]:
     packages = {"moe_dispatch", "moe_dispatch_testing", "moe_dispatch_tools"}
     checks = {
         f"the newest section of the CHANGELOG must be [{VERSION}] with a date": section is not None
-        and section[1] == VERSION
+        and (section[1] == VERSION or ".dev" in VERSION)
         and datetime.date.fromisoformat(section[2]) <= datetime.datetime.now(datetime.UTC).date(),
         "the wheel must hold the three packages and nothing else": {name.partition("/")[0] for name in names}
         == {*packages, info},

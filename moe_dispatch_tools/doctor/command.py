@@ -7,6 +7,7 @@ import sys
 from typing import Any, Literal, get_args, get_origin
 
 import torch
+from torch.utils.collect_env import get_pretty_env_info
 
 from moe_dispatch.backends import BackendOptions, Constraints, known_backends, load_backend
 from moe_dispatch.backends.base import listed_sizes
@@ -45,7 +46,9 @@ _PHRASES = {
 }
 
 
-def run(config: DispatcherConfig, *, backend: str | None, emulated: bool, ranks: int, as_json: bool) -> int:
+def run(
+    config: DispatcherConfig, *, backend: str | None, emulated: bool, ranks: int, environment: bool, as_json: bool
+) -> int:
     """Run the self-tests and print the findings.
 
     Args:
@@ -53,6 +56,7 @@ def run(config: DispatcherConfig, *, backend: str | None, emulated: bool, ranks:
         backend: Name of the backend to test; None for all backends and permutations.
         emulated: Whether emulations of missing libraries are also tested.
         ranks: Number of processes to start for self-tests. Under torchrun, torchrun's number of ranks is used.
+        environment: Whether to add what ``torch.utils.collect_env`` finds.
         as_json: Whether to print JSON.
 
     Returns:
@@ -93,6 +97,8 @@ def run(config: DispatcherConfig, *, backend: str | None, emulated: bool, ranks:
         results, found["topology"] = run_self_tests(testees, ranks, show_progress)
     if this_rank() != 0:  # only rank 0 has the results
         return 0
+    if environment:
+        found["environment"] = get_pretty_env_info()
     everything = (*found["backends"], *found["permutations"])
     for one in everything:
         one["self_test"] = results.get(one["label"])
@@ -102,6 +108,9 @@ def run(config: DispatcherConfig, *, backend: str | None, emulated: bool, ranks:
         if not watched:
             _show_machine(machine)
         _show(found)
+        if environment:
+            console.line()
+            console.line(found["environment"])
     passed = [one["self_test"] and one["self_test"]["passed"] for one in everything]
     return int(False in passed if backend is None else not passed[0])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_dispatch.backends import Constraints, known_backends, register_backend
 from moe_dispatch.errors import PeerError
@@ -51,6 +52,14 @@ def test_what_can_be_used_is_tested(command: Command) -> None:
     shown = command("doctor", *SMALL, "-b", "alltoall").out
     told = "on 2 ranks: supports wire bfloat16, float8_e4m3fn, mxfp8; supports graph-safe mode; "
     assert shown.endswith(f"{told}supports torch.compile\n"), "constraints are sentences"
+
+
+def test_environment_of_a_report_is_what_torch_collects(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.collect_env.run_and_read_all", lambda *_: None)  # starts no other program
+    assert "PyTorch version: " + torch.__version__ in found(command, "-b", "local", "--environment")["environment"]
+    answer = command("doctor", *SMALL, "-b", "local", "--environment")
+    assert "local: version" in answer.out.partition(f"\nPyTorch version: {torch.__version__}\n")[0]
+    assert "\nPython version: " in answer.out
 
 
 def test_variables_stand_for_options_that_are_left_out(
