@@ -56,7 +56,7 @@ PUBLIC = {
         "grouped_gemm quantised_gradient gradient_as QuantisedRows QuantisedOptions",
     ),
     "moe_dispatch.lean": _names(experimental="Activation Outputs first_mm last_mm swiglu"),
-    "moe_dispatch.pipelining": _names(experimental="build_stage"),
+    "moe_dispatch.pipelining": _names(experimental="build_stage read_layout share_layouts"),
     "moe_dispatch.recompute": _names(experimental="checkpoint keep_routes keep_routes_of keep_routes_in keep_ids"),
     "moe_dispatch.training": _names(experimental="Setup Table Held OnParts PerExpert joined_group"),
     "moe_dispatch.replay": _names(experimental="RoutingTable Turn Cut Recording replayed SequenceId"),

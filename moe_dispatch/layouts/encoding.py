@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import fields
+from math import prod
 from typing import Any
 
 import torch
@@ -45,32 +47,37 @@ def broadcast_layout(layout: Layout | None, group: dist.ProcessGroup, src: int =
             the layout that arrived on some rank is not the layout that was sent. All ranks raise the same error, which
             names the ranks at fault.
 
-    Cost: an all-gather of an integer, a broadcast, and an all-gather of an integer. There are host syncs if the group
+    Cost: an all-gather of two integers, a broadcast, and an all-gather of an integer. There are host syncs if the group
     is NCCL or the tensors are on a device. Call this once per micro-batch, not per layer.
     """
+    arrived = broadcast_encoded("broadcast_layout", None if layout is None else [layout], group, src)
+    return decode(arrived[0]) if layout is None else layout
+
+
+def broadcast_encoded(where: str, layouts: Sequence[Layout] | None, group: dist.ProcessGroup, src: int) -> Tensor:
+    """Send one or more layouts as ``broadcast_layout`` does. Return a row of ``encode`` for each, of one length."""
     communicator = Communicator(group)
     if not 0 <= src < communicator.size:
-        raise ConfigError(f"broadcast_layout: src must lie in 0..{communicator.size - 1}, got {src}.")
-    message = encode(layout) if layout is not None and encodable(layout) else None
-    state = len(message) if message is not None else _ABSENT if layout is None else _FOREIGN
-    states = [state for (state,) in communicator.gather_integers([state], label="layout")]
-    givers = [rank for rank, state in enumerate(states) if state != _ABSENT]
+        raise ConfigError(f"{where}: src must lie in 0..{communicator.size - 1}, got {src}.")
+    message = _table(layouts) if layouts and all(map(encodable, layouts)) else None
+    state = message.shape if message is not None else (_FOREIGN if layouts else _ABSENT, 0)
+    states = communicator.gather_integers(state, label="layout")
+    givers = [rank for rank, (number, _) in enumerate(states) if number != _ABSENT]
     if givers != [src]:
-        raise LayoutError(
-            f"broadcast_layout: exactly rank {src} (src) must give a layout, got one from ranks {givers}."
-        )
-    if states[src] == _FOREIGN:
+        raise LayoutError(f"{where}: exactly rank {src} (src) must give a layout, got one from ranks {givers}.")
+    if states[src][0] == _FOREIGN:
         known = ", ".join(_CLASSES)
-        raise LayoutError(f"broadcast_layout: the layout must be one of {known}, got another class on rank {src}.")
-    arrived = communicator.broadcast(message, states[src], source=src, label="layout")
+        raise LayoutError(f"{where}: the layout must be one of {known}, got another class on rank {src}.")
+    values = None if message is None else message.flatten()
+    arrived = communicator.broadcast(values, prod(states[src]), source=src, label="layout").view(states[src])
     digest = hashlib.sha256(repr(arrived.tolist()).encode()).digest()
     digests = communicator.gather_integers([int.from_bytes(digest[:8], "little", signed=True)], label="layout")
-    if wrong := [rank for rank, found in enumerate(digests) if found != digests[src]]:
+    if wrong := [rank for rank, (found,) in enumerate(digests) if found != digests[src][0]]:
         raise LayoutError(
-            f"broadcast_layout: every rank must hold the layout of rank {src}, got another one on ranks {wrong}. Does "
+            f"{where}: every rank must hold the layout of rank {src}, got another one on ranks {wrong}. Does "
             "something else use this group at the same time?"
         )
-    return decode(arrived) if layout is None else layout
+    return arrived
 
 
 def encodable(layout: Layout) -> bool:
@@ -87,6 +94,15 @@ def encode(layout: Layout) -> Tensor:
     """
     text = json.dumps(layout, default=_plain).encode()
     return torch.frombuffer(bytearray(text.ljust(-(-len(text) // 8) * 8)), dtype=torch.int64)
+
+
+def _table(layouts: Sequence[Layout]) -> Tensor:
+    """Return one row for each layout. Short rows end in spaces, which JSON leaves out."""
+    rows = [encode(layout) for layout in layouts]
+    table = torch.full((len(rows), max(map(len, rows))), int.from_bytes(b" " * 8, "little"), device="cpu")
+    for padded, row in zip(table, rows, strict=True):
+        padded[: len(row)] = row
+    return table
 
 
 def decode(message: Tensor) -> Layout:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from moe_dispatch.errors import InputError
+
 Tensors = Tensor | tuple[Tensor, ...]
 
 
@@ -40,10 +42,14 @@ def build_stage(
         group: Group of the stages.
         **options: Other arguments of ``PipelineStage``, such as ``dw_builder``.
 
+    Raises:
+        InputError: In the first step, if a keyword of ``step`` such as ``cu_seqlens`` holds offsets of the whole batch,
+            which the schedule has cut. All ranks raise that passed it.
+
     Returns:
         The stage. Floating outputs, and floating inputs of all stages but the first, require grad.
     """
-    return PipelineStage(
+    return _Stage(
         module,
         index,
         num_stages,
@@ -53,6 +59,30 @@ def build_stage(
         group=group,
         **options,
     )
+
+
+class _Stage(PipelineStage):
+    """A stage that refuses offsets of sequences which the schedule has cut."""
+
+    def _prepare_forward_infra(
+        self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, *options: Any, **named: Any
+    ) -> Any:
+        for name, value in (kwargs or {}).items():
+            if name.startswith("cu_seq") and isinstance(value, Tensor):
+                _check_offsets(name, value, num_microbatches)
+        return super()._prepare_forward_infra(num_microbatches, args, kwargs, *options, **named)
+
+
+def _check_offsets(name: str, part: Tensor, num_parts: int) -> None:
+    """Raise InputError if the first part of a tensor ends within offsets that go on behind it. May sync."""
+    whole = part._base
+    if whole is None or whole.dim() != 1 or len(part) != -(-len(whole) // num_parts) or len(part) == len(whole):
+        return
+    if int(whole[len(part)]) != 0:  # the offsets of the next micro-batch would begin at 0
+        raise InputError(
+            f"build_stage: offsets of sequences must be those of a micro-batch, got {name} of {len(whole)} entries, "
+            f"which the schedule has cut into {num_parts} parts. Pass the result of share_layouts in its place."
+        )
 
 
 def _examples(tensors: Tensors, device: torch.device | str, *, requires_grad: bool) -> tuple[Tensor, ...]:
