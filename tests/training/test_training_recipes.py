@@ -36,6 +36,7 @@ from tests.training.recipes import (
 )
 
 EXPERTS = 8
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 CELLS = ("start", "gradients", "norm", "infinite norm", "step", "checkpoint")
 
 
@@ -46,7 +47,7 @@ def config_for(experts: int) -> DispatcherConfig:
 def moments_of(run: Run, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Every weight and moment, gathered."""
     found = of_all_stages(run.whole())
-    for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+    for key in MOMENTS:
         of_key = of_all_stages(run.whole(functools.partial(moment, optimizers, key)))
         found |= {f"{name}.{key}": tensor for name, tensor in of_key.items()}
     return found
@@ -69,18 +70,39 @@ def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [stacks, matrices, torch.optim.AdamW([p for p in everything if p.dim() == 1], lr=0.01)]
 
 
-def dense_muon_step(model: nn.Module) -> None:
-    """The same with torch's classes alone: each expert is a parameter of its own."""
-    stacks = [parameter for parameter in model.parameters() if parameter.dim() == 3]
-    each = [nn.Parameter(expert) for stack in stacks for expert in stack.data]
-    for expert, gradient in zip(each, [g for stack in stacks for g in torch.as_tensor(stack.grad)], strict=True):
-        expert.grad = gradient
-    torch.optim.Muon([*each, *(p for p in model.parameters() if p.dim() == 2)], lr=0.01).step()
-    torch.optim.AdamW([p for p in model.parameters() if p.dim() == 1], lr=0.01).step()
+def dense_muon_step(model: nn.Module) -> dict[str, Tensor]:
+    """The same with torch's classes alone: each expert is a parameter of its own. Returns every moment."""
+    named = dict(model.named_parameters())
+    stacks = {name: parameter for name, parameter in named.items() if parameter.dim() == 3}
+    each = {name: [nn.Parameter(expert) for expert in stack.data] for name, stack in stacks.items()}
+    for name, experts in each.items():
+        for expert, gradient in zip(experts, torch.as_tensor(named[name].grad), strict=True):
+            expert.grad = gradient
+    of_stacks = [expert for experts in each.values() for expert in experts]
+    muon = torch.optim.Muon([*of_stacks, *(p for p in named.values() if p.dim() == 2)], lr=0.01)
+    adam = torch.optim.AdamW([p for p in named.values() if p.dim() == 1], lr=0.01)
+    muon.step()
+    adam.step()
+    of_each = {
+        f"{name}.momentum_buffer": torch.stack([muon.state[expert]["momentum_buffer"] for expert in experts])
+        for name, experts in each.items()
+    }
+    return of_each | dense_moments(model, muon, adam)
 
 
-def dense_adamw_step(model: nn.Module) -> None:
-    torch.optim.AdamW(model.parameters(), lr=0.01).step()
+def dense_adamw_step(model: nn.Module) -> dict[str, Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer.step()
+    return dense_moments(model, optimizer)
+
+
+def dense_moments(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}": found
+        for name, parameter in model.named_parameters()
+        for key in MOMENTS
+        if (found := moment([*optimizers], key, parameter)) is not None
+    }
 
 
 OPTIMIZERS: dict[Any, tuple[Any, Any]] = {"AdamW": (adamw, dense_adamw_step), "Muon": (muon, dense_muon_step)}
@@ -121,7 +143,7 @@ def cells(name: str, experts: int, folder: str, make: Make, kind: str) -> dict[s
     norm = run.setup.clip(run.wrapped, whole.item() / 4)
     found["norm"] = relative(norm, whole) + equal_everywhere({"": norm}, world())
     torch.nn.utils.clip_grad_norm_(dense.parameters(), whole.item() / 4)
-    OPTIMIZERS[kind][1](dense)
+    moments = OPTIMIZERS[kind][1](dense)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -130,9 +152,13 @@ def cells(name: str, experts: int, folder: str, make: Make, kind: str) -> dict[s
     if kind == "Muon":  # torch's steps a sharded matrix with products in bfloat16, which round otherwise
         matrices = {name for name in wants if wants[name].dim() == 2}
         assert far({name: after[name] for name in matrices}, {name: wants.pop(name) for name in matrices}) < 2e-3
-    found["step"] = far({name: after[name] for name in wants}, wants)
+    saved = moments_of(run, optimizers)
+    moments = {name: tensor for name, tensor in moments.items() if name.rpartition(".")[0] in after}
+    found["step"] = far({name: after[name] for name in wants}, wants) + far(
+        {name: saved[name] for name in moments}, moments
+    )
     dcp.save({"training": run.setup.state(run.wrapped, optimizers)}, checkpoint_id=folder)
-    return found | {"saved": moments_of(run, optimizers)}
+    return found | {"saved": saved}
 
 
 def loaded(name: str, experts: int, folder: str, saved: dict[str, Tensor], make: Make, kind: str) -> float:
