@@ -259,7 +259,7 @@ def compare_command(
     trace: Annotated[Path | None, option("Replay the routing of this trace.", metavar="FILE")] = None,
     expert_width: Annotated[
         int | None,
-        count("Time experts of this width.", default="2 x hidden size if experts are placed"),
+        count("Time SwiGLU experts of this width.", default="2 x hidden size if experts are placed"),
     ] = None,
     rounds: Annotated[int, count("Timed rounds, at least one per batch.")] = 10,
     picture: Annotated[Path | None, option("Draw the times as PNG or SVG.", metavar="FILE")] = None,
@@ -271,7 +271,7 @@ def compare_command(
     the first backend, and what a step costs: time by phase, bytes, padding, host syncs, memory. All take turns in
     one process group. --peers adds the dispatchers of torchtitan and transformers, and a floor: bare collectives
     and passes over rows. Without --backends the backend of CONFIG runs, or all known backends if that is "auto", or
-    alltoall without CONFIG. A name may also set balance, its options as balance.bound=1.05,
+    alltoall without CONFIG. A name may also set balance, its options as balance.bound=1.05, deliver,
     graph_safe.capacity_factor, and place=PLANNER, which places experts for the first batch. --tokens, --dtype and
     --routing take several values with commas. The exit status is 1 if a backend differs by more than the tolerance,
     or if a named backend cannot run. Otherwise it is 0.
@@ -284,6 +284,7 @@ def compare_command(
     moe-dispatch compare -b alltoall,alltoall+balance=exact config.yaml
     moe-dispatch compare experiment.yaml --trace run.safetensors
     moe-dispatch compare --peers --tokens 16,4096 --picture times.png
+    moe-dispatch compare --peers -b alltoall,alltoall+deliver=packets --expert-width 256 --mode eager
     moe-dispatch compare -b alltoall,floor --rounds 200 --json > now.json
     torchrun --nproc-per-node 8 --no-python moe-dispatch compare experiment.yaml
     """  # noqa: D301

@@ -28,7 +28,7 @@ from moe_dispatch_tools.traces import Trace
 DEFAULT_RANKS = 4
 MODES = ("eager", "graph-safe")
 PICTURES = (".png", ".svg")
-_FIELDS = ("balance", "graph_safe.capacity_factor", "place")
+_FIELDS = ("balance", "deliver", "graph_safe.capacity_factor", "place")
 _SIZES = {"num_experts": 64, "top_k": 8, "hidden_size": 1024}  # of a comparison without a config
 
 

@@ -1,7 +1,7 @@
 """Contenders: implementations of one MoE layer, which differ only in how they move rows.
 
-A layer runs with the experts of the conformance kit, to check its results, or with experts that cost nothing, to time
-how it moves rows.
+A layer runs with the experts of the conformance kit, to check its results. To measure it, it runs with experts that
+cost nothing, or with SwiGLU experts of a width.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from moe_dispatch.balance import ExpertPlacement, run_planner
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatched import Dispatched
 from moe_dispatch.dispatchers import Dispatcher, SlotWeights
+from moe_dispatch.lean import first_mm, last_mm, swiglu
+from moe_dispatch.permutation.grouped_mm import grouped_mm
 from moe_dispatch_testing.rank_context import LayerCall, RankContext
 from moe_dispatch_testing.scenario import Experts
 from moe_dispatch_tools.compare.workload import Step
@@ -33,10 +35,12 @@ class Contender(ABC):
 
     Attributes:
         dispatcher: The dispatcher; None for a peer.
+        experts: Up matrices (L, D, 2W) and down matrices (L, W, D) of a timed call; none for experts that cost nothing.
         counts_L: Rows that each expert of this rank got in the last timed call; empty for a peer.
     """
 
     dispatcher: Dispatcher | None = None
+    experts: tuple[Tensor, ...] = ()
     counts_L = torch.zeros(0)
 
     def prepare(self, call: LayerCall) -> None:  # noqa: B027 - optional
@@ -44,7 +48,7 @@ class Contender(ABC):
 
     def leaves(self, call: LayerCall) -> tuple[Tensor, ...]:
         """Return the tensors whose gradients a timed backward computes."""
-        return call.x, call.weights_TK
+        return call.x, call.weights_TK, *self.experts
 
     @abstractmethod
     def checked(self, step: Step, call: LayerCall, rank: int) -> Tensor:
@@ -58,13 +62,8 @@ class Contender(ABC):
         """Release buffers and groups that outlive a call."""
 
 
-def _gated(part: Dispatched, up_gate: Tensor, down: Tensor) -> Tensor:
-    up, gate = part.grouped_mm(part.rows, up_gate).chunk(2, 1)
-    return part.grouped_mm(up * torch.sigmoid(gate), down)
-
-
 def make_experts(config: DispatcherConfig, width: int, place: Place, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Make this rank's gated experts, an up matrix (D, 2W) and a down matrix (W, D) each; none if the width is 0."""
+    """Make this rank's SwiGLU experts, an up matrix (D, 2W) and a down matrix (W, D) each; none if the width is 0."""
     local, hidden = config.num_experts // place.size, config.hidden_size
     shapes = ((local, hidden, 2 * width), (local, width, hidden)) if width else ()
     return tuple(torch.randn(shape).div_(shape[1] ** 0.5).to(place.device, dtype).requires_grad_() for shape in shapes)
@@ -77,7 +76,7 @@ class Ours(Contender):
     dispatcher: Dispatcher
 
     def __init__(self, dispatcher: Dispatcher, experts: tuple[Tensor, ...]) -> None:
-        self.dispatcher, self._experts, self._slot_weights = dispatcher, experts, SlotWeights(dispatcher)
+        self.dispatcher, self.experts, self._slot_weights = dispatcher, experts, SlotWeights(dispatcher)
 
     def place(self, planner: str, counts_E: Tensor) -> None:
         """Place experts once, for the rows of all ranks. Collective."""
@@ -85,9 +84,6 @@ class Ours(Contender):
         home = ExpertPlacement.contiguous(config.num_experts, shape.ep_size, spare=config.spare_slots(shape.ep_size))
         per_node = shape.ranks_per_node or shape.ep_size
         self.dispatcher.place(run_planner(planner, counts_E, home, ranks_per_node=per_node))
-
-    def leaves(self, call: LayerCall) -> tuple[Tensor, ...]:
-        return call.x, call.weights_TK, *self._experts
 
     def checked(self, step: Step, call: LayerCall, rank: int) -> Tensor:
         dispatcher, experts, numbers = self.dispatcher, call.experts, None
@@ -105,21 +101,40 @@ class Ours(Contender):
         dispatcher = self.dispatcher
         sent = dispatcher.dispatch(call.x, call.routing, dispatcher.plan(call.layout, like=call.x))
         mark()
-        rows = sent.rows
-        if self._experts:
-            sent, rows = self._slot_weights.run(sent, _gated, *self._experts)
-        if dispatcher.config.weights == "experts":
-            rows = (rows * sent.weights.unsqueeze(1)).to(rows.dtype)
+        if self.experts:
+            sent, rows = self._slot_weights.run(sent, self._swiglu, *self.experts)
+        else:
+            rows = self._weighed(sent, sent.rows)
         mark()
         self.counts_L = sent.real_tokens_per_expert
         return dispatcher.combine(rows, sent)
+
+    def _swiglu(self, part: Dispatched, up: Tensor, down: Tensor) -> Any:
+        """Run experts on rows; on packets, run experts that save what arrived."""
+        config = self.dispatcher.config
+        if config.deliver == "rows":
+            return part.grouped_mm(self._weighed(part, swiglu(part.grouped_mm(part.rows, up))), down)
+        first = first_mm(part, up)
+        if config.weights == "combine":
+            return last_mm(part, first, down, activation=swiglu)
+        return last_mm(part, self._weighed(part, swiglu(first)), down)
+
+    def _weighed(self, part: Dispatched, rows: Tensor) -> Tensor:
+        by_experts = self.dispatcher.config.weights == "experts"
+        return (rows * part.weights.unsqueeze(1)).to(rows.dtype) if by_experts else rows
 
     def close(self) -> None:
         self.dispatcher.close()
 
 
 class Peer(Contender):
-    """An implementation outside this package. Each token must name ``top_k`` different experts."""
+    """An implementation outside this package. Each token must name ``top_k`` different experts.
+
+    Attributes:
+        sorts: Whether rows arrive in the order of their experts. If not, real experts sort them.
+    """
+
+    sorts = True
 
     def __init__(self, config: DispatcherConfig, group: dist.ProcessGroup) -> None:
         self.config, self.group = config, group
@@ -143,10 +158,19 @@ class Peer(Contender):
     def timed(self, call: LayerCall, mark: Callable[[], None]) -> Tensor:
         def experts(rows_RD: Tensor, local_ids: Callable[[], Tensor]) -> Tensor:
             mark()
+            outputs = self._swiglu(rows_RD, local_ids()) if self.experts else rows_RD
             mark()
-            return rows_RD
+            return outputs
 
         return self.layer(call, experts)
+
+    def _swiglu(self, rows_RD: Tensor, ids_R: Tensor) -> Tensor:
+        up, down = self.experts
+        offs = torch.bincount(ids_R, minlength=self.local).cumsum(0).int()
+        order_R = None if self.sorts else ids_R.argsort(stable=True)
+        rows = rows_RD if order_R is None else rows_RD.index_select(0, order_R)
+        outputs = grouped_mm(swiglu(grouped_mm(rows, up, offs)), down, offs)
+        return outputs if order_R is None else outputs.index_select(0, order_R.argsort())
 
 
 def run_layer(contender: Contender, call: LayerCall, mark: Callable[[], Any]) -> None:

@@ -66,7 +66,7 @@ def _show_tables(case: dict[str, Any], ran: Sequence[dict[str, Any]], task: Task
         ]
         for one in ran
     ]
-    experts = "cost nothing" if task.width is None else f"have the width {task.width}, and fetch their weights"
+    experts = "cost nothing" if task.width is None else f"have the width {task.width}"
     _table(
         [*PHASES, "total", "cpu", "ratio", "quartiles", "above\nfloor"],
         names,
@@ -81,17 +81,32 @@ def _show_tables(case: dict[str, Any], ran: Sequence[dict[str, Any]], task: Task
             *_cells("{:.4g}", [(one["rows_padded"] or {}).get(cause) for cause in ("rank", "expert")]),
             *_cells("{:.2f}", [one["imbalance"]]),
             *_cells("{}", [one["peak_rows"], one["host_syncs"]]),
-            *_cells("{:.1f}", [one["peak_bytes"] and one["peak_bytes"] / 1e6]),
         ]
         for one in ran
     ]
     _table(
-        [*phases, "padded:\nranks", "padded:\nexperts", "busiest\n/ mean", "most\nrows", "syncs", "MB\npeak"],
+        [*phases, "padded:\nranks", "padded:\nexperts", "busiest\n/ mean", "most\nrows", "syncs"],
         names,
         costs,
         "MB (1e6 bytes) sent and padded rows: sum of all ranks, mean of all steps. busiest / mean: rows of the rank "
-        "with most rows, mean of all steps. most rows: of a rank in a step. syncs: host syncs of rank 0. peak: memory "
-        "of the rank with the highest peak. -: not counted, because another library sends the rows, or emulates one.",
+        "with most rows, mean of all steps. most rows: of a rank in a step. syncs: host syncs of rank 0. -: not "
+        "counted, because another library sends the rows, or emulates one.",
+    )
+    kinds = ("saved_bytes", "peak_bytes")
+    memory = [
+        [
+            *_cells("{:.2f}", [one[kind] and one[kind] / 1e6 for kind in kinds]),
+            *_cells("{:.2f}", [one[kind] and ran[0][kind] and one[kind] / ran[0][kind] for kind in kinds]),
+        ]
+        for one in ran
+    ]
+    _table(
+        ["MB\nsaved", "MB\npeak", "ratio\nsaved", "ratio\npeak"],
+        names,
+        memory,
+        "Memory of a step on the rank with most of it. saved: what autograd saves in the forward, without the matrices "
+        "of experts. peak: of all that a step allocates, gradients of experts and reused buffers too. ratio: to the "
+        "first line.",
     )
 
 

@@ -19,7 +19,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
@@ -135,7 +137,9 @@ def measure(task: Task, place: Place, send: Send) -> None:
     - peak_rows: Most rows that a rank's experts got in any step. imbalance: Rows of the busiest rank divided by the
       mean of all ranks, mean of all steps.
     - host_syncs: Host syncs of rank 0 in the first step, including the plan.
-    - peak_bytes: Peak of the allocated memory, on the rank with the highest peak.
+    - saved_bytes: Bytes that autograd saves in the forward of the first step, without the matrices of experts, on the
+      rank that saves most.
+    - peak_bytes: Peak of the memory that the first step allocates, on the rank with the highest peak.
     - rounds: Milliseconds of the phases of the slowest rank in each round, and the processor time of the busiest rank.
     - milliseconds: Medians of the rounds, of the phases, their "total" and the "processor".
     - ratio: Quartiles of the ratio of the totals to the first variant that ran, over rounds.
@@ -206,7 +210,7 @@ def _empty(variant: Variant) -> Outcome:
         "backend": variant.label,
         "mode": variant.mode,
         "emulated": variant.backend is not None and variant.backend.emulated,
-        **dict.fromkeys((*names, "peak_bytes", "bytes_sent", "ratio", "overhead_ms")),
+        **dict.fromkeys((*names, "saved_bytes", "peak_bytes", "bytes_sent", "ratio", "overhead_ms")),
         "from_reference": dict.fromkeys(QUANTITIES, 0.0),
         "from_first": dict.fromkeys(QUANTITIES, 0.0),
         "rounds": [],
@@ -221,14 +225,14 @@ def _open(variant: Variant, task: Task, place: Place, material: Material, expert
         MoEDispatchError: It cannot run on this group, or for this task.
     """
     if variant.backend is None:
-        rows = material.plain and material.scenario.dtype in ("bfloat16", "float32")
-        if not rows or task.width is not None:
+        if not (material.plain and material.scenario.dtype in ("bfloat16", "float32")):
             raise ConfigError(
                 f"compare: {variant.label} needs float32 or bfloat16, tokens that each name top_k different experts, "
-                "no padding rows, and experts that cost nothing. Leave it out, or use another --dtype, --routing or "
-                "--trace, no --expert-width and no balance."
+                "and no padding rows. Leave it out, or use another --dtype, --routing or --trace."
             )
-        return PEERS[variant.label](task.config, place.group)
+        peer = PEERS[variant.label](task.config, place.group)
+        peer.experts = experts
+        return peer
     if variant.backend.emulated and place.device.type != "cpu":
         raise ConfigError(
             f"compare: an emulation needs CPU tensors, got {variant.label!r} on ranks with GPUs. Leave it out, or "
@@ -338,7 +342,37 @@ def _count(
             run_layer(fresh, call, lambda: None)
         fresh.close()
 
-    return found if emulated else found | {"peak_bytes": peak_bytes(live, place.device)}
+    if emulated:
+        return found
+    return found | {"saved_bytes": saved_bytes(contender, call), "peak_bytes": peak_bytes(live, place.device)}
+
+
+def saved_bytes(contender: Contender, call: LayerCall) -> int:
+    """Count the bytes that autograd saves in a forward, without the matrices of experts. Collective.
+
+    Parts of one storage count once: what the tensors saved from it span. The tables of integers that a dispatcher
+    keeps beside autograd do not count.
+    """
+    spans = dict[int, int]()
+    own = {matrix.untyped_storage().data_ptr() for matrix in contender.experts}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if is_traceable_wrapper_subclass(tensor):  # such as the result of an asynchronous collective
+            for name in tensor.__tensor_flatten__()[0]:
+                pack(getattr(tensor, name))
+            return tensor
+        place = tensor.untyped_storage().data_ptr()
+        if place not in own and tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            end = int(tensor.storage_offset() + last + 1) * tensor.element_size()
+            spans[place] = max(end, spans.get(place, 0))
+        return tensor
+
+    contender.prepare(call)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = contender.timed(call, lambda: None)
+    torch.autograd.grad(y, contender.leaves(call), call.upstream)
+    return sum(spans.values())
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
@@ -402,8 +436,9 @@ def _joined(of_ranks: Sequence[Outcome], tolerance: float) -> Outcome:
         found[kind] = {name: value if math.isfinite(value) else None for name, value in values.items()}
     if found["bytes_sent"]:
         found["bytes_sent"] = {phase: sum(one["bytes_sent"][phase] for one in of_ranks) for phase in PHASES}
-    if found["peak_bytes"] is not None:
-        found["peak_bytes"] = max(one["peak_bytes"] for one in of_ranks)
+    for name in ("saved_bytes", "peak_bytes"):
+        if found[name] is not None:
+            found[name] = max(one[name] for one in of_ranks)
     if found["rounds"]:
         rounds = [*zip(*(one["rounds"] for one in of_ranks), strict=True)]
         slowest = [max((one[:-1] for one in ranks), key=sum) for ranks in rounds]

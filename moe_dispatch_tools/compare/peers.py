@@ -57,6 +57,8 @@ class Transformers(Peer):
     Weights have the dtype of the rows, as in the routers of transformers.
     """
 
+    sorts = False
+
     def __init__(self, config: DispatcherConfig, group: dist.ProcessGroup) -> None:
         from transformers.distributed.expert_parallel import AllToAllEP  # noqa: PLC0415 - optional
 

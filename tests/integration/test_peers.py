@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 RANKS, TOKENS = 2, 128
 CONFIG = DispatcherConfig(num_experts=8, top_k=4, hidden_size=1024)
-ROUTING = "skewed"
+ROUTING, LEAN = "skewed", "alltoall+deliver=packets"
 
 
 @functools.cache
@@ -28,7 +28,8 @@ def results() -> dict[str, dict[str, Any]]:
     sizes = [f"--set={field}={getattr(CONFIG, field)}" for field in ("num_experts", "top_k", "hidden_size")]
     asked = ("--dtype", "float32,bfloat16", "--routing", ROUTING, "--mode", "eager", *sizes)
     shape = ("--ranks", str(RANKS), "--tokens", str(TOKENS), "--steps", "1", "--rounds", "2")
-    process = start("compare", "--peers", *asked, *shape, "--json")
+    backends = ("-b", f"alltoall,{LEAN}", "--expert-width", str(CONFIG.hidden_size // 4))
+    process = start("compare", "--peers", *backends, *asked, *shape, "--json")
     out, error = process.communicate(timeout=300)
     # A CUDA build of torch says so if it finds a toolkit and no GPU, and its profiler if older memory is freed.
     known = ("No CUDA runtime is found", "was allocated before the profiling started")
@@ -64,6 +65,13 @@ def test_bytes_are_those_of_a_row_per_slot_and_ours_the_fewest() -> None:
     assert sent["alltoall"] == sent["floor"]
     for phase, ways in {"dispatch": 1, "combine": 1, "backward": 2}.items():
         assert sent["alltoall"][phase] == pytest.approx(rows * row * ways, rel=0.05), phase
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_on_packets_save_the_least(dtype: str) -> None:
+    saved = {name: one["saved_bytes"] for name, one in results()[dtype].items()}
+    for other in saved.keys() - {LEAN}:
+        assert saved[LEAN] <= 0.40 * saved[other], other
 
 
 def test_one_slot_at_the_wrong_expert_is_a_difference() -> None:

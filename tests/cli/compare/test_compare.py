@@ -233,7 +233,7 @@ def test_missing_peers_are_named(command: Command, unpadded: str) -> None:
     assert re.search(r"transformers is left out, not installed: transformers\. In .*'\.\[bench\]'\.", answer.out)
 
 
-@pytest.mark.parametrize("wrong", [("--routing", "duplicates"), ("--dtype", "float64"), ("--expert-width", "8")])
+@pytest.mark.parametrize("wrong", [("--routing", "duplicates"), ("--dtype", "float64")])
 def test_peers_refuse_what_only_ours_can(wrong: tuple[str, ...], command: Command, unpadded: str) -> None:
     report = compared(command, "-b", "alltoall,floor", unpadded, "--mode", "eager", *wrong, status=1)
     assert outcome(report, "alltoall")["agrees"]
