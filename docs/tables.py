@@ -115,14 +115,14 @@ def support_table() -> str:
 def stability_table() -> str:
     """Return the experimental names of each module."""
     lines = [["module", "experimental", "stable"]]
-    for module, names in PUBLIC.items():
+    for module, names in ((module, names) for module, names in PUBLIC.items() if names.stable):
         loose = ", ".join(f"`{name}`" for name in names.experimental)
         if module == "moe_dispatch":
             fields = ", ".join(f"`{name}`" for name in EXPERIMENTAL_FIELDS)
             loose += f", the fields {fields} of `DispatcherConfig`"
         some = "all others" if names.experimental else "all"
-        lines.append([f"`{module}`", loose or "none", some if names.stable else "none"])
-    return _markdown(lines)
+        lines.append([f"`{module}`", loose or "none", some])
+    return _markdown([*lines, ["all other modules of this page", "all", "none"]])
 
 
 def differences_tables() -> str:
