@@ -21,6 +21,7 @@ PUBLIC = frozenset(
         "moe_dispatch.integrations.transformers",
         "moe_dispatch.layouts",
         "moe_dispatch.lean",
+        "moe_dispatch.pipelining",
         "moe_dispatch.recompute",
         "moe_dispatch.replay",
         "moe_dispatch.training",

@@ -19,6 +19,7 @@ from torch import Tensor
 import balance_layer
 import convert_model
 import profile_layer
+import time_pipelines
 from convert_model import ExpertParallelMoE, PlainMoE
 from moe_dispatch_testing import run_processes
 
@@ -176,6 +177,46 @@ def test_saved_bytes_are_those_that_are_still_there_after_the_forward() -> None:
 
     _, saved = balance_layer.with_saved_bytes(forward)
     assert saved == 20 * 4
+
+
+def measured_pipelines(rank: int) -> list[time_pipelines.Line]:
+    sizes = time_pipelines.Sizes(tokens=8, hidden=16, inner=8, micro_batches=4, steps=1)
+    assert dist.group.WORLD is not None
+    return time_pipelines.measure(dist.group.WORLD, torch.device("cpu"), sizes)
+
+
+@pytest.mark.slow
+def test_only_torchs_checkpoint_repeats_blocks_and_exchanges() -> None:
+    for lines in run_processes(measured_pipelines, 4, timeout=timedelta(seconds=60)):
+        found = {(line.experts, line.checkpoint): (line.runs, line.exchanges) for line in lines}
+        runs, exchanges = found.pop(("plain", "torch's"))
+        assert runs == 10  # 2, and 8 groups of weights
+        assert exchanges > 0
+        assert found == {line: (2 if line[1] == "ours" else 1, 0) for line in found}
+        assert len(found) == 4
+        assert max(line.far for line in lines) < 1e-5
+
+
+def test_table_of_pipelines() -> None:
+    line = time_pipelines.Line(experts="lean", checkpoint="ours", runs=2, exchanges=0, time_ratio=1.1, far=0)
+    head, row = time_pipelines.table([line]).splitlines()
+    assert row.split() == ["lean", "ours", "2.00", "0", "1.10"]
+    assert len(row) == len(head)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "text"),
+    [
+        ("--ranks", "3", "--ranks must be 4, got 3"),
+        ("--micro-batches", "3", "--micro-batches must be even, got 3"),
+        ("--steps", "0", "sizes must be 1 or more"),
+    ],
+)
+def test_pipelines_of_other_sizes_are_refused(
+    capsys: pytest.CaptureFixture[str], argument: str, value: str, text: str
+) -> None:
+    assert time_pipelines.main([argument, value]) == 1
+    assert text in capsys.readouterr().err
 
 
 def test_trainer_routes_as_the_rollout_did(tmp_path: Path) -> None:
