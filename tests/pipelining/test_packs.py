@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from moe_dispatch import THD, Dispatched, Dispatcher, DispatcherConfig, Routing
+from moe_dispatch.capabilities.pipelining.building import _check_offsets as check_offsets
 from moe_dispatch.errors import InputError, LayoutError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.pipelining import build_stage, read_layout, share_layouts
@@ -25,7 +26,7 @@ from tests.ranks import run_ranks
 
 ROWS = 12  # of every micro-batch, with padding
 LENGTHS = [  # of the sequences of each micro-batch, by data-parallel rank
-    [[5, 3], [12], [1, 0, 4, 2], [7]],
+    [[5, 3], [12], [1, 0, 4, 2], [4]],  # of the last the second tensor-parallel rank has no token
     [[2, 9], [], [6], [3, 3, 3]],  # no token in the second micro-batch
 ]
 CASES: dict[str, dict[str, Any]] = {
@@ -246,6 +247,21 @@ def test_layouts_of_another_micro_batch_are_noticed(ranks: list[dict[str, Any]])
 def test_offsets_that_the_schedule_cuts_are_refused(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "got cu_seqlens of 9 entries, which the schedule has cut into 4 parts" in rank["refused"]
+
+
+@pytest.mark.parametrize("offsets", [[0, 4, 8, 0, 3, 8], [0, 8, 0, 8], [0, 0, 0, 0]])
+def test_offsets_of_each_micro_batch_are_taken(offsets: list[int]) -> None:
+    whole = torch.tensor(offsets)
+    check_offsets("cu_seqlens", whole.tensor_split(2)[0], 2)
+    check_offsets("cu_seqlens", whole.view(2, -1).tensor_split(2)[0], 2)
+    check_offsets("cu_seqlens", whole, 2)  # not cut
+    check_offsets("cu_seqlens", torch.arange(0, 40, 4)[:3], 2)  # not cut by a schedule
+
+
+@pytest.mark.parametrize(("number", "parts"), [(9, 4), (9, 2), (10, 3)])
+def test_offsets_of_a_whole_batch_are_refused(number: int, parts: int) -> None:
+    with pytest.raises(InputError, match=f"got cu_seq_lens_q of {number} entries, .* cut into {parts} parts"):
+        check_offsets("cu_seq_lens_q", torch.arange(number).tensor_split(parts)[0], parts)
 
 
 def test_layouts_must_have_one_number_of_rows() -> None:
