@@ -185,7 +185,10 @@ def check_command(
 @answering
 def plan_command(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="DispatcherConfig, transformers config.json, or trace.")
+        Path,
+        typer.Argument(
+            metavar="CONFIG", help="DispatcherConfig, transformers config.json, trace, or set-up in Python."
+        ),
     ],
     ep: Annotated[int | None, count("Ranks in the group.", default="8, or the trace's")] = None,
     nodes: Annotated[int | None, count("Nodes in the group.", default="8 ranks per node")] = None,
@@ -203,9 +206,10 @@ def plan_command(
     The plan shows padding, bytes sent, buffer sizes, overflows of capacities, and backends that refuse the model. No
     rank is started. A random routing is simulated. A library that is not installed is planned by the rules of its
     release. Without --backends all known backends are planned. The exit status is 1 if no backend can be used,
-    otherwise 0.
+    otherwise 0. Of a set-up as for prove, one step of one rank runs on torch's fake process group.
 
     \b
+    moe-dispatch plan examples/prove_fsdp2.py
     moe-dispatch plan Qwen3-30B-A3B/config.json --ep 64 --nodes 8 --tokens 4096
     moe-dispatch plan experiment.yaml --tokens 4096 --set pad_multiple=fp8
     moe-dispatch plan config.json --routing zipf:0.5 --set graph_safe=true --set max_tokens_per_rank=4096
@@ -222,6 +226,18 @@ def plan_command(
     from moe_dispatch_tools.plan.routing import routing_of
 
     torch.set_num_threads(1)  # a second thread slows down many small operators
+    if config.suffix == ".py":
+        from moe_dispatch_tools.plan import dry_run
+
+        given = {"ep": ep, "nodes": nodes, "tokens": tokens, "layers": layers, "dtype": dtype, "set": changes}
+        alone = dry_run.dry_run(
+            config, given | {"backend": backends, "routing": routing if routing != "uniform" else 0}
+        )
+        if as_json:
+            console.document(alone)
+        else:
+            dry_run.show(config, alone)
+        return 0
     model = read_model(config, layers=layers, dtype=dtype, changes=parse_changes(changes or ()))
     source, ranks = routing_of(routing, config, model, ep_size=ep, seed=seed)
     planned = planned_backends(model.config, backends)
