@@ -203,15 +203,15 @@ def trained(
     return far
 
 
-def refused(mesh: DeviceMesh) -> str:
-    """The error of a step with the offsets of all sequences of a batch."""
+def refused(mesh: DeviceMesh, **keywords: Tensor) -> str:
+    """The error of the first step of 4 micro-batches with a keyword."""
     rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
     shape = torch.empty(8, HIDDEN, device="meta")
     stage = build_stage(nn.Linear(HIDDEN, HIDDEN), rank, 2, inputs=shape, device="cpu", group=group)
     run: Any = schedules.Schedule1F1B(stage, 4, loss_fn=loss_of)
-    x, cu = torch.zeros(32, HIDDEN), torch.arange(0, 33, 4)
+    x = torch.zeros(32, HIDDEN)
     with pytest.raises(InputError) as caught:
-        run.step(*([x] if rank == 0 else []), cu_seqlens=cu, **({"target": x} if rank == 1 else {}))
+        run.step(*([x] if rank == 0 else []), **keywords, **({"target": x} if rank == 1 else {}))
     return str(caught.value)
 
 
@@ -221,7 +221,10 @@ def body(rank: int) -> dict[str, Any]:
         shape = case["mesh"]
         meshes.setdefault(shape, init_device_mesh("cpu", shape, mesh_dim_names=("pp", "ep", "tp")))
     found: dict[str, Any] = {name: trained(**{**case, "mesh": meshes[case["mesh"]]}) for name, case in CASES.items()}
-    found["refused"] = refused(meshes[2, 2, 1])
+    mesh = meshes[2, 2, 1]
+    found["offsets"] = refused(mesh, cu_seqlens=torch.arange(0, 33, 4))
+    group = mesh["pp"].get_group()
+    found["layouts"] = refused(mesh, packs=share_layouts([THD([0, 4])] * 8 if group.rank() == 0 else None, group))
     dist.barrier()
     return found
 
@@ -246,7 +249,12 @@ def test_layouts_of_another_micro_batch_are_noticed(ranks: list[dict[str, Any]])
 
 def test_offsets_that_the_schedule_cuts_are_refused(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert "got cu_seqlens of 9 entries, which the schedule has cut into 4 parts" in rank["refused"]
+        assert "got cu_seqlens of 9 entries, which the schedule has cut into 4 parts" in rank["offsets"]
+
+
+def test_more_layouts_than_micro_batches_are_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["layouts"].startswith("read_layout: row must be the row of one micro-batch, (1, W), got (2,")
 
 
 @pytest.mark.parametrize("offsets", [[0, 4, 8, 0, 3, 8], [0, 8, 0, 8], [0, 0, 0, 0]])

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from moe_dispatch.capabilities.pipelining.packs import holds_layouts, read_layout
 from moe_dispatch.errors import InputError
 
 Tensors = Tensor | tuple[Tensor, ...]
@@ -42,12 +43,12 @@ def build_stage(
         group: Group of the stages.
         **options: Other arguments of ``PipelineStage``, such as ``dw_builder``.
 
-    Raises:
-        InputError: In the first step, if a keyword of ``step`` such as ``cu_seqlens`` holds offsets of the whole batch,
-            which the schedule has cut. All ranks raise that passed it.
-
     Returns:
         The stage. Floating outputs, and floating inputs of all stages but the first, require grad.
+
+    Raises:
+        InputError: In the first step, if a keyword of ``step`` such as ``cu_seqlens`` holds offsets of the whole batch,
+            which the schedule has cut, or more layouts than micro-batches. All ranks raise that passed it.
     """
     return _Stage(
         module,
@@ -62,12 +63,14 @@ def build_stage(
 
 
 class _Stage(PipelineStage):
-    """A stage that refuses offsets of sequences which the schedule has cut."""
+    """A stage that refuses layouts and offsets which the schedule has not cut into micro-batches."""
 
     def _prepare_forward_infra(
         self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, *options: Any, **named: Any
     ) -> Any:
         for name, value in (kwargs or {}).items():
+            if holds_layouts(value):
+                read_layout(value)
             if name.startswith("cu_seq") and isinstance(value, Tensor):
                 _check_offsets(name, value, num_microbatches)
         return super()._prepare_forward_infra(num_microbatches, args, kwargs, *options, **named)
