@@ -8,11 +8,14 @@ from functools import partial
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_dispatch_testing import run_ranks
+from tests.integration.megatron_core import layer
 from tests.integration.needs import needs
 from tests.pages import ROOT
 
@@ -34,6 +37,55 @@ def _batches() -> list[Tensor]:
 
 def _number(loss: Tensor) -> str:
     return f"{loss.item():.4g}"
+
+
+def _counted(module: nn.Module, forward: Callable[[], Tensor], counts: Tensor) -> list[str]:
+    """How often a token is counted: in training and in evaluation, with a backward and without gradients."""
+    cells = []
+    for mode in (True, False):
+        module.train(mode)
+        for with_gradients in (True, False):
+            counts.zero_()
+            with torch.set_grad_enabled(with_gradients):
+                y = forward()
+            if with_gradients:
+                y.square().sum().backward()
+            cells.append(f"{counts.sum().item() / TOKENS / TOP_K:g}")
+    return cells
+
+
+def _megatron_evaluating() -> list[str]:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    bias = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    case = layer.Case(
+        parallel=layer.Parallel(ep=1),
+        config={"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K, "moe_router_load_balancing_type": "none"} | bias,
+    )
+
+    def body(group: Any) -> list[str]:
+        groups = ProcessGroupCollection()
+        groups.tp = groups.cp = groups.tp_cp = groups.tp_dp_cp = group
+        router = TopKRouter(layer.transformer_config(case), pg_collection=groups)
+        nn.init.normal_(router.weight)
+        x = torch.randn(TOKENS, 1, router.config.hidden_size)
+        return _counted(router, lambda: router(x)[0], router.local_tokens_per_expert)
+
+    with mock.patch.object(torch.cuda, "current_device", return_value="cpu"):
+        return run_ranks(body, 1)[0]
+
+
+def _torchtitan_evaluating() -> list[str]:
+    pytest.importorskip("torchtitan")
+    from tests.integration.titan import moe
+
+    layer = moe.moe_config().build()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    layer.tokens_per_expert_E, layer.expert_bias_E = torch.zeros(2, moe.EXPERTS)
+    x = torch.randn(1, TOKENS, moe.HIDDEN)
+    return _counted(layer, lambda: layer(x), layer.tokens_per_expert_E)
 
 
 def _megatron_losses() -> list[str]:
@@ -203,6 +255,8 @@ def _muon() -> list[str]:
 
 
 COMPUTED: dict[tuple[str, str], Callable[[], list[str]]] = {
+    ("evaluating", "megatron-core 0.19.2"): _megatron_evaluating,
+    ("evaluating", "torchtitan 0.3.0"): _torchtitan_evaluating,
     ("losses", "megatron-core 0.19.2, `aux_loss`, `global_aux_loss`"): _megatron_losses,
     ("losses", "transformers 5.23.0, 5.24.0, `load_balancing_loss_func`"): _transformers_losses,
     ("capacity", "megatron-core 0.19.2"): _megatron_capacity,
