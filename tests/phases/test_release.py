@@ -6,6 +6,7 @@ import datetime
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Dispatched, Dispatcher, Routing, Rows, build_dispatcher
 from moe_dispatch.balance import ExpertPlacement
+from moe_dispatch.cuda_graphs import Captured
 from moe_dispatch.dispatchers import channel as channels
 from moe_dispatch.dispatchers import release, reopen
 from moe_dispatch.errors import MoEDispatchError, StateError
@@ -167,6 +169,23 @@ def test_results_and_plans_from_before_are_refused() -> None:
         assert told[1] == told[3] == f"StateError: Dispatcher.dispatch: {old}Dispatch again."
         assert told[4] == f"StateError: Dispatcher.combine: {old}Dispatch again."
         assert told[5] == "StateError: Dispatcher.dispatch: the plan was made before release(). Make the plan again."
+
+
+def test_a_graph_from_before_is_refused_and_opens_nothing() -> None:
+    def body(group: Group) -> list[str]:
+        layer = Layer(small_config(graph_safe=True, max_tokens_per_rank=5), group)
+        step(layer, group.rank())
+        channel, replayed = layer._channel, SimpleNamespace(replay=lambda: None)
+        graph = Captured([(layer, channel.opening, channel.capacity)], (), None, replayed, "outputs")
+        assert graph.replay() == "outputs"
+        layer.release()
+        told = [message(graph.replay)]
+        assert channel.waken is not None
+        layer.reopen()
+        return [*told, message(graph.replay)]
+
+    for told in on_ranks(body, 2):
+        assert told == ["StateError: Captured.replay: a dispatcher was released since the capture. Capture again."] * 2
 
 
 def test_placement_capacity_and_names_stay() -> None:
