@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from datetime import timedelta
 from functools import partial
@@ -220,3 +221,40 @@ def test_the_first_step_warns_of_wrappers_that_lose_gradients_under_a_split_back
             "DistributedDataParallel averages the first stage only, without an error. Leave stages unwrapped" in first
         )
         assert not any(found.values()), found
+
+
+def looks_at_accelerate(rank: int) -> dict[str, list[str]]:
+    """What the first forward says of FSDP2 as accelerate's plug-in calls it, which picks it on a GPU only."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    mesh = mesh_of(copies=1, ep=2)
+    job = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    os.environ |= job | {"ACCELERATE_USE_CPU": "true"}  # whose group exists already, so nobody connects
+    accelerator = Accelerator(cpu=True)
+    found = {}
+    for efficient in (False, True):
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(efficient)  # then it broadcasts the weights of rank 0
+        plugin: Any = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=efficient
+        )
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+        model = nn.Sequential(nn.Linear(6, 6), Layer(mesh["ep"].get_group()))
+        prepared, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        found[f"{type(prepared).__name__}, {efficient=}"] = said_by(prepared)
+    return found
+
+
+@pytest.mark.slow
+def test_fully_shard_of_accelerate_is_warned_of() -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    for found in run_processes(looks_at_accelerate, 2, timeout=timedelta(seconds=60)):
+        assert [*found] == ["FSDPSequential, efficient=False", "FSDPSequential, efficient=True"]
+        for (said,) in found.values():
+            assert "fully_shard must leave out the parameters of experts, got 1 that it manages (1.stack.up)" in said
