@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from tests.integration.needs import needs
-from tests.pages import ROOT
+from tests.pages import ROOT, run_command
 
 EXPERTS, HIDDEN = 4, 8
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "log_metrics.py"))
@@ -66,6 +67,22 @@ class TestTrainer:
         logged = [logs for logs in seen if "loss" in logs]
         assert [logs["moe/imbalance"] for logs in logged] == [4.0, 4.0]
         assert [logs["moe/rows_padded/expert"] for logs in logged] == [2, 2], "one row in each of two steps"
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_trainer_on_two_ranks_trains_as_in_one_process(self, tmp_path: Path) -> None:
+        from tests.integration.transformers import trained_by_trainer
+
+        program = trained_by_trainer.__name__
+        ran = run_command(f"torchrun --standalone --nproc-per-node 2 -m {program} {tmp_path}")
+        assert ran.returncode == 0, ran.stderr
+        on_ranks = json.loads((tmp_path / "logged.json").read_text(encoding="utf-8"))
+        alone = trained_by_trainer.train(tmp_path, 1)
+        assert len(on_ranks) == len(alone) == trained_by_trainer.STEPS
+        for got, want in zip(on_ranks, alone, strict=True):
+            for name in ("loss", "grad_norm"):
+                assert got[name] == pytest.approx(want[name], rel=1e-5), name
+            assert got["moe/imbalance"] >= got["moe/rank_imbalance"] >= 1
+            assert got["moe/rows_skipped/cut"] > 0, "padding is not sent"
 
 
 @pytest.mark.filterwarnings("ignore")
