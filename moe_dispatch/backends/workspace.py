@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from bisect import bisect_left, bisect_right, insort
 from typing import final
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 _WORTH_KEEPING = 1 << 20  # the C allocator itself reuses smaller memory
+_SECONDS = 60.0  # between two looks for memory that nobody needs any more: clearing it again then costs nothing
 
 
 @final
@@ -23,11 +25,17 @@ class Workspace:
 
     Memory is reused when nothing refers to it, so two calls in flight get two buffers. The pool keeps bare storages,
     because a tensor made under ``torch.inference_mode`` cannot be written to in training.
+
+    The pool is never larger than twice the largest sum of its memory that was in use at one time. Memory that was
+    neither lent nor in use for a minute is given back to the system by a call in the next one.
     """
 
     def __init__(self) -> None:
         self._lent: list[torch.UntypedStorage] = []
         self._lock = threading.Lock()
+        self._most = 0  # bytes that were in use at one time
+        self._needed = set[int]()  # storages that were lent, or in use, since the last look
+        self._next_look = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -48,8 +56,13 @@ class Workspace:
             storage = self._returned(nbytes)
             if storage is None:
                 # A sixteenth more, so that slowly changing sizes do not allocate every time.
-                storage = torch.UntypedStorage(nbytes + nbytes // 16, device="cpu")
+                nbytes += nbytes // 16
+                self._make_room(nbytes)
+                storage = torch.UntypedStorage(nbytes, device="cpu")
                 insort(self._lent, storage, key=_SIZE)
+            self._needed.add(storage._cdata)
+            if time.monotonic() >= self._next_look:
+                self._give_back(storage._cdata)
             # No view, because autograd forbids writing to a view that an autograd function returned.
             strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
             return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
@@ -69,6 +82,25 @@ class Workspace:
                 del self._lent[place]
                 break
         return None
+
+    def _make_room(self, nbytes: int) -> None:
+        """Drop memory that is not in use, the largest first, until the pool may have ``nbytes`` more."""
+        free = [storage for storage in self._lent if _is_back(storage)]
+        whole = nbytes + sum(map(_SIZE, self._lent))
+        self._most = max(self._most, whole - sum(map(_SIZE, free)))
+        dropped = set[int]()
+        while whole > 2 * self._most:
+            largest = free.pop()
+            whole -= largest.nbytes()
+            dropped.add(largest._cdata)
+        if dropped:
+            self._lent = [storage for storage in self._lent if storage._cdata not in dropped]
+
+    def _give_back(self, lent: int) -> None:
+        """Drop memory that was neither lent nor in use since the last look. ``lent`` is lent now."""
+        in_use = {storage._cdata for storage in self._lent if not _is_back(storage)}
+        self._lent = [storage for storage in self._lent if storage._cdata in self._needed or storage._cdata in in_use]
+        self._needed, self._next_look = in_use | {lent}, time.monotonic() + _SECONDS
 
 
 _SIZE = torch.UntypedStorage.nbytes  # key by which the lists of a pool are sorted

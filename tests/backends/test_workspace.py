@@ -95,6 +95,45 @@ def test_growing_sizes_replace_what_has_become_too_small() -> None:
     assert only.untyped_storage().nbytes() >= 6 * MEGABYTE  # nothing smaller is kept
 
 
+@pytest.mark.usefixtures("unfilled")
+def test_the_pool_holds_at_most_twice_what_was_in_use_at_one_time() -> None:
+    """Sizes that never fit each other, one after the other: without a bound all of them would stay."""
+    space, most = Workspace(), 0
+    for megabytes, count in ((1, 24), (3, 9), (7, 4), (15, 2), (31, 1)):
+        held = [space.lend(megabytes * MEGABYTE, device=CPU) for _ in range(count)]
+        most = max(most, sum(each.untyped_storage().nbytes() for each in held))
+        assert space.nbytes <= 2 * most
+        del held
+    before = space.nbytes
+    assert most < before
+    again = [space.lend(31 * MEGABYTE, device=CPU), space.lend(15 * MEGABYTE, device=CPU)]
+    assert space.nbytes in (before, before + again[1].untyped_storage().nbytes())
+
+
+@pytest.mark.usefixtures("unfilled")
+def test_memory_that_nobody_needs_for_a_minute_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("moe_dispatch.backends.workspace.time.monotonic", lambda: now[0])
+    space = Workspace()
+    large, kept = (space.lend(megabytes * MEGABYTE, device=CPU) for megabytes in (9, 4))
+    whole, of_large = space.nbytes, large.untyped_storage().nbytes()
+    del large
+    for seconds in (59, 2):  # the second call is the first look that finds it idle
+        now[0] += seconds
+        assert space.nbytes == whole
+        space.lend(MEGABYTE // 2, device=CPU)  # small memory is not looked at
+        small = space.lend(4 * MEGABYTE, device=CPU)
+        whole = max(whole, space.nbytes)
+        del small
+    now[0] += 61
+    space.lend(4 * MEGABYTE, device=CPU)
+    assert space.nbytes == whole - of_large
+    now[0] += 61
+    del kept
+    space.lend(4 * MEGABYTE, device=CPU)
+    assert space.nbytes == whole - of_large, "what was in use is kept for a minute more"
+
+
 def test_lent_memory_is_fresh_where_fresh_memory_is_filled() -> None:
     """As these tests have it, to see what is read but was never written."""
     space = Workspace()
