@@ -257,8 +257,9 @@ def test_packets_that_are_overwritten_before_the_experts_are_an_error() -> None:
         _ = sent.rows
 
 
-@pytest.mark.parametrize("which", [0, 2])
-def test_weights_that_change_before_the_backward_are_an_error(which: int) -> None:
+@pytest.mark.parametrize("backend", ["local", "alltoall"])
+@pytest.mark.parametrize("which", range(3))
+def test_weights_that_change_before_the_backward_are_an_error(which: int, backend: str) -> None:
     def change(outputs: Any) -> Any:
         with torch.no_grad():
             held[which].add_(1)
@@ -271,7 +272,7 @@ def test_weights_that_change_before_the_backward_are_an_error(which: int) -> Non
         return lean_two(sent, matrices)
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        run_layer(lean_config("local"), whole_layer(4), [4], experts, change=change)
+        run_layer(lean_config(backend), whole_layer(4), [4], experts, change=change)
 
 
 def test_one_result_can_be_combined_twice() -> None:
