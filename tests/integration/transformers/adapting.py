@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
+from moe_dispatch.training import Setup
 from tests.integration.steps import difference
 from tests.integration.transformers.models import BATCHES, Batch, build
 from tests.integration.transformers.ranks import Case as Sharded
@@ -35,11 +36,11 @@ class Adapted:
     sharded: bool = False
 
 
-def with_adapters(case: Adapted, model: Any) -> Any:
-    """The model in PEFT, the same on every rank."""
+def with_adapters(case: Adapted, model: Any, seed: int = 11) -> Any:
+    """The model in PEFT, the same on every rank with the same seed."""
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     targets = {"target_modules": list(case.modules), "target_parameters": list(case.parameters) or None}
     adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, **targets, **case.options))
     with torch.no_grad():
@@ -98,6 +99,21 @@ def trained(case: Adapted, rank: int) -> dict[str, Any]:
         "names": sorted(gradients),
         "collectives": {label: count - before.get(label, 0) for label, count in after.items()},
     }
+
+
+def set_up(case: Adapted, rank: int) -> float:
+    """How far gradients of adapters that ranks drew apart are from one process, after ``start`` and ``reduce``."""
+    setup, size = Setup(), dist.get_world_size()
+    model = with_adapters(case, wired(case), seed=11 + rank).train()
+    setup.start(model)
+    loss_of(model, BATCHES[rank], targets(*BATCHES[:size])).backward()
+    setup.reduce(model)
+    whole = with_adapters(case, build(case.family)).train()
+    for batch in BATCHES[:size]:
+        loss_of(whole, batch, targets(*BATCHES[:size])).backward()
+    wants = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.requires_grad}
+    found = {name: parameter.grad * size for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return difference(found, wants)
 
 
 def refused(case: Adapted, rank: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integration.jobs import require, run_checks
-from tests.integration.transformers.adapting import Adapted, balanced, refused, saved, trained
+from tests.integration.transformers.adapting import Adapted, balanced, refused, saved, set_up, trained
 
 RANKS = 4
 ON_ATTENTION = Adapted(parameters=())
@@ -39,6 +39,7 @@ def all_results() -> dict[str, list[Any]]:
         checks: dict[str, Any] = {name: functools.partial(trained, case) for name, case in TRAINED.items()}
         checks |= {name: functools.partial(refused, case) for name, case in REFUSED.items()}
         checks |= {
+            "set up": functools.partial(set_up, TRAINED["attention, experts sharded by transformers"]),
             "saved": functools.partial(saved, Adapted(), f"{folder}/plain"),
             "saved, balanced": functools.partial(saved, balanced(Adapted()), f"{folder}/balanced"),
         }
@@ -67,6 +68,10 @@ def test_saved_adapters_load_on_another_number_of_ranks(name: str) -> None:
     results = require(all_results()[name])
     assert max(max(apart["pairs"], apart["one process"]) for apart in results) < 1e-5
     assert max(apart["untrained"] for apart in results) > 1e-2
+
+
+def test_adapters_beside_sharded_experts_start_alike_and_are_averaged() -> None:
+    assert max(require(all_results()["set up"])) < 1e-4
 
 
 def test_what_cannot_work_is_refused() -> None:
