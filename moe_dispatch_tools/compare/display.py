@@ -105,8 +105,8 @@ def _show_tables(case: dict[str, Any], ran: Sequence[dict[str, Any]], task: Task
         names,
         memory,
         "Memory of a step on the rank with most of it. saved: what autograd saves in the forward, without the matrices "
-        "of experts. peak: of what a step allocates, gradients of experts too, but no CPU memory that the pool of a "
-        "backend already holds. ratio: to the first line.",
+        "of experts. peak: of what a step allocates, gradients of experts too, with the backend's pool of CPU memory. "
+        "ratio: to the first line.",
     )
 
 

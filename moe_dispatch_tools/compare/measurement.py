@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from statistics import mean, median
@@ -168,7 +168,8 @@ def _measure_case(task: Task, workload: Workload, place: Place, send: Send) -> d
     for index, contender in opened.items():
         variant = task.variants[index]
         with noting(variant.name):
-            reopen = partial(_open, variant, task, place, material, experts)
+            # Contenders of one config share a pool of CPU memory. With room for a token more, this one needs its own.
+            reopen = partial(_open, variant, task, place, replace(material, room=material.room + 1), experts)
             outcomes[index] |= _count(contender, steps, place, reopen, emulated=outcomes[index]["emulated"])
     for number in range(max(task.rounds, len(steps))):
         call = steps[number % len(steps)].call(place.device)

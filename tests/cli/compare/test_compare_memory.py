@@ -11,12 +11,15 @@ import torch
 
 from moe_dispatch_tools.compare import contenders
 from tests.cli.conftest import Command
+from tests.cli.test_command import start
 
 TOKENS, TOP_K, HIDDEN, WIDTH = 48, 4, 64, 16
 PLAIN, LEAN = "alltoall", "alltoall+deliver=packets"
 
 
-def saved(command: Command, folder: Path, backends: str, *more: str, ranks: int = 2) -> dict[str, dict[str, Any]]:
+def saved(
+    command: Command, folder: Path, backends: str, *more: str, ranks: int = 2, tokens: int = TOKENS
+) -> dict[str, dict[str, Any]]:
     """The outcomes of one step of SwiGLU experts in float32, by name."""
     file = folder / "config.json"
     file.write_text(json.dumps({"num_experts": 8, "top_k": TOP_K, "hidden_size": HIDDEN}))
@@ -59,6 +62,18 @@ def test_an_expert_that_keeps_its_rows_is_noticed(
     monkeypatch.setattr(contenders, "first_mm", reading)
     outcomes = saved(command, tmp_path, f"{PLAIN},{LEAN}", "--expert-width", str(WIDTH))
     assert outcomes[LEAN]["saved_bytes"] > 0.45 * outcomes[PLAIN]["saved_bytes"]
+
+
+@pytest.mark.slow
+def test_the_peak_has_the_memory_of_the_pool() -> None:
+    """A contender that is still open must not lend its memory: the peak would be below what autograd saves."""
+    sizes = ["--set", "num_experts=8", "--set", "top_k=4", "--set", "hidden_size=256", "--expert-width", str(WIDTH)]
+    shape = ["--ranks", "2", "--tokens", "2048", "--steps", "1", "--rounds", "1", "--mode", "eager"]
+    process = start("compare", "-b", f"{PLAIN},{LEAN},floor", *shape, *sizes, "--json")
+    out, error = process.communicate(timeout=300)
+    assert (process.returncode, error) == (0, "")
+    for one in json.loads(out)["cases"][0]["outcomes"]:
+        assert one["peak_bytes"] > 1.2 * one["saved_bytes"], one["backend"]
 
 
 @pytest.mark.parametrize(("how", "most"), [("weights=experts", 0.85), ("balance=exact", 0.40)])
