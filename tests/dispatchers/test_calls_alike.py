@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -284,6 +284,7 @@ def test_planted_calls_that_leave_no_mark_go_unnoticed(backend: Any, monkeypatch
 CALLS = st.lists(st.tuples(st.sampled_from(["dispatch", "combine"]), st.integers(0, 3)), max_size=12)
 
 
+@settings(deadline=None)
 @given(CALLS, CALLS)
 def test_trails_are_equal_only_for_equal_calls(mine: list[tuple[str, int]], its: list[tuple[str, int]]) -> None:
     def number(calls: list[tuple[str, int]]) -> int:

@@ -122,7 +122,7 @@ def test_odd_strides_in_every_mode(backend: Any, mode: str, top_k: int) -> None:
         check(backend, MODES[mode], rows, top_k, ("column of a table",) * 5)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(["alltoall", "allgather", EXACT, V1, HYBRID]),
     st.sampled_from(["eager", "chunks"]),

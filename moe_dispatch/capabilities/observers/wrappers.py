@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import sys
 import warnings
@@ -17,6 +16,7 @@ from torch.distributed import _composable_state
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_dispatch.capabilities.instances import instances_of
 from moe_dispatch.communication import real_group
 from moe_dispatch.seams.observers import Observer, is_plain, parameters_behind
 
@@ -122,7 +122,10 @@ def splitting_schedule() -> str:
     if module is None:
         return ""
     halves = {module.BACKWARD_INPUT, module.BACKWARD_WEIGHT}
-    for schedule in [one for one in gc.get_objects() if issubclass(type(one), module.PipelineScheduleMulti)]:
+    kinds = [module.PipelineScheduleMulti]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+    for schedule in instances_of(*kinds):
         actions = itertools.chain.from_iterable((getattr(schedule, "pipeline_order", None) or {}).values())
         if any(action is not None and action.computation_type in halves for action in actions):
             return type(schedule).__name__
@@ -163,11 +166,9 @@ def _by_ddp(wrapper: Any, used: dict[int, Any]) -> Iterator[Managed]:
 
 def _by_fsdp1(used: dict[int, Any]) -> Iterator[Managed]:
     """Yield what FullyShardedDataParallel manages. It computes with views of flat parameters, which only it knows."""
-    for parameter in used.values():
-        if hasattr(parameter, "_is_flat_param"):
-            for referrer in gc.get_referrers(parameter):
-                handle = referrer if isinstance(referrer, dict) else getattr(referrer, "__dict__", {})
-                if handle.get("flat_param") is parameter and "process_group" in handle:
-                    ranks = dist.get_process_group_ranks(handle["process_group"])
-                    for name in getattr(parameter, "_fqns", ()):
-                        yield "FullyShardedDataParallel", name, ranks
+    if any(hasattr(parameter, "_is_flat_param") for parameter in used.values()):
+        for handle in instances_of(sys.modules["torch.distributed.fsdp._flat_param"].FlatParamHandle):
+            if id(handle.flat_param) in used:
+                ranks = dist.get_process_group_ranks(handle.process_group)
+                for name in getattr(handle.flat_param, "_fqns", ()):
+                    yield "FullyShardedDataParallel", name, ranks

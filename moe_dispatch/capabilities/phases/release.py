@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 
 from moe_dispatch.backends.base import Route
+from moe_dispatch.capabilities.instances import instances_of
 from moe_dispatch.capabilities.phases.groups import KnownGroup, hold
 from moe_dispatch.communication import device_of, raise_alike, ranks_by_value, real_group
 from moe_dispatch.dispatchers.agreement import agree_on_largest
@@ -133,7 +134,7 @@ def _calls(channels: Sequence[Channel]) -> dict[Channel, list[State | Departed |
 def _held(channels: Sequence[Channel]) -> dict[Channel, list[State | Departed | Tally]]:
     found: dict[Channel, list[State | Departed | Tally]] = {channel: [] for channel in channels}
     with _looking:
-        objects = [each for each in gc.get_objects() if type(each) in (State, Tally, Departed)]
+        objects = instances_of(State, Tally, Departed)
     for each in objects:
         owner = each if type(each) is Departed else getattr(each, "lease", None)  # another thread may be making it
         if (channel := getattr(owner, "channel", None)) in found:
