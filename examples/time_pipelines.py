@@ -65,7 +65,7 @@ class Sizes:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """The numbers of a line: see above. ``far`` is how far gradients of the schedules are apart, beside their size."""
+    """The numbers of a line, as above. ``far``: distance of the schedules' gradients, divided by their norm."""
 
     experts: str
     checkpoint: str
@@ -104,12 +104,12 @@ class Block(nn.Module):
         self.experts = SwiGLU(config, group, inner)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute, inside of a checkpoint if there is one."""
+        """Run the block, in its checkpoint if it has one."""
         y: Tensor = CHECKPOINTS[self.how](self.compute, x)
         return y
 
     def compute(self, x: Tensor) -> Tensor:
-        """Compute."""
+        """Run the linear layers, the router and the experts."""
         self.runs += 1
         for linear in self.linears:
             x = x + torch.tanh(linear(x))
@@ -145,7 +145,7 @@ def print_table(options: argparse.Namespace) -> int:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Return the lines as text, below a head."""
+    """Return the lines as text, with headings."""
     found = ["experts  checkpoint  runs of a block  exchanges for weights  processor time, zero bubble / 1F1B"]
     for line in lines:
         numbers = f"{line.runs:15.2f}  {line.exchanges:21}  {line.time_ratio:34.2f}"

@@ -229,10 +229,8 @@ def plan_command(
     if config.suffix == ".py":
         from moe_dispatch_tools.plan import dry_run
 
-        given = {"ep": ep, "nodes": nodes, "tokens": tokens, "layers": layers, "dtype": dtype, "set": changes}
-        alone = dry_run.dry_run(
-            config, given | {"backend": backends, "routing": routing if routing != "uniform" else 0}
-        )
+        sizes = {"ep": ep, "nodes": nodes, "tokens": tokens, "layers": layers, "dtype": dtype, "seed": seed}
+        alone = dry_run.dry_run(config, sizes | {"routing": routing != "uniform", "backends": backends, "set": changes})
         if as_json:
             console.document(alone)
         else:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _WORTH_KEEPING = 1 << 20  # the C allocator itself reuses smaller memory
-_SECONDS = 60.0  # between two looks for memory that nobody needs any more: clearing it again then costs nothing
+_SECONDS = 60.0  # between looks for unused memory; so rarely, fresh pages cost nothing if it is needed again
 
 
 @final

@@ -168,7 +168,7 @@ def _measure_case(task: Task, workload: Workload, place: Place, send: Send) -> d
     for index, contender in opened.items():
         variant = task.variants[index]
         with noting(variant.name):
-            # Contenders of one config share a pool of CPU memory. With room for a token more, this one needs its own.
+            # Contenders with one config share a pool of CPU memory. Room for one more token gives this one its own.
             reopen = partial(_open, variant, task, place, replace(material, room=material.room + 1), experts)
             outcomes[index] |= _count(contender, steps, place, reopen, emulated=outcomes[index]["emulated"])
     for number in range(max(task.rounds, len(steps))):

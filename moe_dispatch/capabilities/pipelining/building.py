@@ -48,7 +48,7 @@ def build_stage(
 
     Raises:
         InputError: In the first step, if a keyword of ``step`` such as ``cu_seqlens`` holds offsets of the whole batch,
-            which the schedule has cut, or more layouts than micro-batches. All ranks raise that passed it.
+            which the schedule has cut, or more layouts than micro-batches. Every rank that passed it raises.
     """
     return _Stage(
         module,
@@ -77,7 +77,7 @@ class _Stage(PipelineStage):
 
 
 def _check_offsets(name: str, part: Tensor, num_parts: int) -> None:
-    """Raise InputError if the first part of a tensor ends within offsets that go on behind it. May sync."""
+    """Raise InputError if the schedule has cut the offsets of which this is the first part. May sync."""
     whole = part._base
     if whole is None or whole.dim() != 1 or len(part) != -(-len(whole) // num_parts) or len(part) == len(whole):
         return

@@ -48,6 +48,12 @@ def test_options_that_a_set_up_does_not_take_are_refused() -> None:
         dry_run(FILE, {"ep": 4, "nodes": None, "set": ["top_k=3"]})
 
 
+def test_every_option_of_the_command_is_refused(command: Command) -> None:
+    answer = command("plan", str(FILE), "--tokens", "8", "--seed", "1", "--routing", "zipf", "-b", "alltoall")
+    assert answer.status != 0
+    assert "got --tokens, --seed, --routing, --backends." in " ".join(answer.error.split())
+
+
 def test_libraries_are_refused(tmp_path: Path) -> None:
     text = FILE.read_text().replace('backend="alltoall"', 'backend={"name": "hybridep", "emulate": True}')
     other = tmp_path / "library.py"
